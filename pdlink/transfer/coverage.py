@@ -1,0 +1,70 @@
+"""Owns which cells of one request are claimed and which have landed. It plans nothing and counts no messages.
+
+Completion is decided here alone: a request is whole when every (row, page position) cell of every page group has landed
+once, whoever said so and however often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from pdlink.errors import PlanError
+from pdlink.transfer.descriptors import Int64Array
+
+
+class Coverage:
+    """Cells of one request: per page group a matrix of `num_rows` x `num_pages`. Not thread-safe.
+
+    `claim` marks a rectangle as being pulled and refuses cells that are claimed already (a page is published once);
+    `land` marks a claimed rectangle as arrived.
+    """
+
+    def __init__(self, num_rows: Mapping[str, int], num_pages: Mapping[str, int]) -> None:
+        self._claimed: dict[str, npt.NDArray[np.bool_]] = {}
+        self._landed: dict[str, npt.NDArray[np.bool_]] = {}
+        for group, rows in num_rows.items():
+            shape = (rows, num_pages.get(group, 0))
+            self._claimed[group] = np.zeros(shape, dtype=np.bool_)
+            self._landed[group] = np.zeros(shape, dtype=np.bool_)
+        self._num_missing = sum(one.size for one in self._landed.values())
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_missing == 0
+
+    @property
+    def num_missing(self) -> int:
+        """Cells that have not landed."""
+        return self._num_missing
+
+    def claim(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
+        """Mark `rows` at page positions [start, stop). Raises `PlanError` for a claimed or unknown cell."""
+        matrix = self._claimed[group]
+        if not 0 <= start <= stop <= matrix.shape[1]:
+            raise PlanError(f"pages [{start}, {stop}) are outside the {matrix.shape[1]} of page group {group!r}")
+        block = matrix[rows, start:stop]
+        if bool(block.any()):
+            row, page = (int(one) for one in np.argwhere(block)[0])
+            raise PlanError(f"row {int(rows[row])}, page {start + page} of group {group!r} was published twice")
+        matrix[rows, start:stop] = True
+
+    def land(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
+        """Mark claimed cells as arrived. Raises `PlanError` when a cell was not claimed or has landed before."""
+        if not bool(self._claimed[group][rows, start:stop].all()):
+            raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed without being claimed")
+        block = self._landed[group][rows, start:stop]
+        if bool(block.any()):
+            raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed twice")
+        self._landed[group][rows, start:stop] = True
+        self._num_missing -= block.size
+
+    def first_missing(self) -> tuple[str, int, int] | None:
+        """(group, row, page position) of the first cell that has not landed, or None."""
+        for group, matrix in self._landed.items():
+            if not bool(matrix.all()):
+                row, page = (int(one) for one in np.argwhere(~matrix)[0])
+                return group, row, page
+        return None

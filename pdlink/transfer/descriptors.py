@@ -1,0 +1,178 @@
+"""Owns what a backend is asked to move: page runs, layer tables and pull batches. It neither plans nor moves.
+
+A batch is factored: page pairs are held once and layers are rows of offsets, so its size is pages + layers and not
+pages x layers. `expand` builds plain (source, destination, nbytes) rows for a backend that needs them, a bounded
+number at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageRuns:
+    """Page pairs as runs that are consecutive on both sides: three int64 arrays of one length.
+
+    Run i copies pages `source[i] + k` to `destination[i] + k` for k in [0, count[i]).
+    """
+
+    source: Int64Array
+    destination: Int64Array
+    count: Int64Array
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.count)
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.count.sum())
+
+    def destination_pages(self) -> Int64Array:
+        """int64 [num_pages], in run order."""
+        return _spread(self.destination, self.count)
+
+    def source_pages(self) -> Int64Array:
+        """int64 [num_pages], in run order."""
+        return _spread(self.source, self.count)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerTable:
+    """Where pages lie, per (component, layer): int64 columns of one length. Bases are addresses, strides bytes.
+
+    `rows` are the cell rows of the planner (component and layer), used by coverage and by the check.
+    """
+
+    rows: Int64Array
+    source_base: Int64Array
+    source_stride: Int64Array
+    destination_base: Int64Array
+    destination_stride: Int64Array
+    page_bytes: Int64Array
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.rows)
+
+    @property
+    def dense(self) -> npt.NDArray[np.bool_]:
+        """bool [num_layers]: whether a run of pages is one range on both sides."""
+        dense: npt.NDArray[np.bool_] = (self.source_stride == self.page_bytes) & (
+            self.destination_stride == self.page_bytes
+        )
+        return dense
+
+    def take(self, positions: Int64Array) -> LayerTable:
+        """The table's rows at `positions`, in that order."""
+        return LayerTable(*(getattr(self, name)[positions] for name in self.__slots__))
+
+    def rebased(self, source_base: Int64Array) -> LayerTable:
+        """The same table with other source addresses, for a backend that maps the owner's memory elsewhere."""
+        return replace(self, source_base=source_base)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupMove:
+    """One page group's share of a batch: the same page pairs in every layer of the table."""
+
+    group: str
+    runs: PageRuns
+    layers: LayerTable
+
+    @property
+    def nbytes(self) -> int:
+        return self.runs.num_pages * int(self.layers.page_bytes.sum())
+
+    @property
+    def num_descriptors(self) -> int:
+        """Rows that `expand` would build."""
+        num_dense = int(self.layers.dense.sum())
+        return num_dense * self.runs.num_runs + (self.layers.num_layers - num_dense) * self.runs.num_pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Descriptors:
+    """Plain moves: int64 arrays of one length; `nbytes[i]` bytes from `source[i]` to `destination[i]`."""
+
+    source: Int64Array
+    destination: Int64Array
+    nbytes: Int64Array
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullBatch:
+    """Everything to pull from one owner at once."""
+
+    worker_id: str
+    moves: tuple[GroupMove, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(move.nbytes for move in self.moves)
+
+    @property
+    def num_descriptors(self) -> int:
+        return sum(move.num_descriptors for move in self.moves)
+
+    def expand(self, max_rows: int = 1 << 16) -> Iterator[Descriptors]:
+        """Plain rows, layer by layer, in pieces of at most `max_rows`."""
+        for move in self.moves:
+            yield from _expand(move, max_rows)
+
+
+def pair_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageRuns:
+    """Merge page pairs into runs. Both are int64 [n]; the order of pairs does not matter.
+
+    Pairs are sorted by source page first, because an allocator that hands pages out in order gives the same runs on
+    both sides whatever the order in which they were listed.
+    """
+    order = np.argsort(source_pages, kind="stable")
+    source, destination = source_pages[order], destination_pages[order]
+    if not len(source):
+        return PageRuns(source, destination, np.zeros(0, dtype=np.int64))
+    breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), breaks])
+    counts = np.diff(np.concatenate([starts, np.array([len(source)], dtype=np.int64)]))
+    return PageRuns(source[starts], destination[starts], counts)
+
+
+def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
+    """first[i], first[i] + 1, ... count[i] of them, for each i."""
+    total = int(count.sum())
+    before = np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(first, count) + np.arange(total, dtype=np.int64) - before
+
+
+def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:
+    runs, layers = move.runs, move.layers
+    single = np.ones(runs.num_pages, dtype=np.int64)
+    per_page = PageRuns(runs.source_pages(), runs.destination_pages(), single)
+    for dense, pages in ((True, runs), (False, per_page)):
+        chosen = layers.take(np.flatnonzero(layers.dense == dense))
+        for start in range(0, pages.num_runs, max_rows):
+            piece = slice(start, start + max_rows)
+            source, destination, count = pages.source[piece], pages.destination[piece], pages.count[piece]
+            if not len(count):
+                continue
+            num_layers = max(1, max_rows // len(count))
+            for first in range(0, chosen.num_layers, num_layers):
+                part = chosen.take(np.arange(first, min(first + num_layers, chosen.num_layers), dtype=np.int64))
+                yield Descriptors(
+                    (part.source_base[:, None] + source[None, :] * part.source_stride[:, None]).reshape(-1),
+                    (part.destination_base[:, None] + destination[None, :] * part.destination_stride[:, None]).reshape(
+                        -1
+                    ),
+                    (part.page_bytes[:, None] * count[None, :]).reshape(-1),
+                )

@@ -1,0 +1,255 @@
+"""Owns the pull plan of one pair of instances: which owner serves which (component, layer), and at which addresses.
+
+It is built once per pair and reused by every request; it holds no request state (see `coverage`) and moves nothing.
+A *row* is one (component, layer) that decode wants. Rows of a page group are numbered from 0; a *cell* is a row at one
+page position of the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdlink.errors import PlanError
+from pdlink.layout.components import CacheLayout
+from pdlink.layout.regions import Region
+from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PullBatch, pair_pages
+
+
+@dataclass(frozen=True)
+class Source:
+    """One prefill rank as the planner sees it: its name and the regions it owns, none for a rank that owns nothing."""
+
+    worker_id: str
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """One page group: its rows, who serves each, and the addresses on both sides.
+
+    `owner[i]` indexes the planner's sources; `source_pages[i]` and `destination_pages[i]` are the page counts of the
+    two regions of row i.
+    """
+
+    name: str
+    cells: tuple[tuple[str, int], ...]
+    owner: Int64Array
+    table: LayerTable
+    source_pages: Int64Array
+    destination_pages: Int64Array
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.cells)
+
+
+class PullPlanner:
+    """Plans pulls from `sources` into `destination` for every layer of every component that both sides name.
+
+    `wanted` narrows the components and layers (default: all that `layout` has, draft components only when
+    `destination` has regions for them). A row that several sources own is given to one of them, spread evenly.
+    Raises `PlanError` when a wanted row has no source or no destination, or page bytes differ. Immutable; safe to share
+    between threads.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        sources: Sequence[Source],
+        destination: Sequence[Region],
+        wanted: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.worker_ids = tuple(source.worker_id for source in sources)
+        self._index = {worker_id: number for number, worker_id in enumerate(self.worker_ids)}
+        targets = {(region.component, region.layer): region for region in destination}
+        held: dict[tuple[str, int], list[tuple[int, Region]]] = {}
+        for number, source in enumerate(sources):
+            for region in source.regions:
+                held.setdefault((region.component, region.layer), []).append((number, region))
+        self._held = {cell: frozenset(number for number, _ in owners) for cell, owners in held.items()}
+        chosen = _wanted(layout, wanted, targets, held)
+        self.groups: dict[str, GroupPlan] = {}
+        for group in layout.page_groups:
+            cells = tuple((name, layer) for name in group.components for layer in chosen.get(name, ()))
+            if cells:
+                self.groups[group.name] = _group_plan(group.name, cells, held, targets)
+        self._row_of = {cell: (plan.name, row) for plan in self.groups.values() for row, cell in enumerate(plan.cells)}
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """Rows per page group."""
+        return {name: plan.num_rows for name, plan in self.groups.items()}
+
+    def contributors(self) -> tuple[str, ...]:
+        """Worker ids that serve at least one row; the others are subscribed and released all the same."""
+        used = {int(number) for plan in self.groups.values() for number in plan.owner}
+        return tuple(worker_id for number, worker_id in enumerate(self.worker_ids) if number in used)
+
+    def rows(self, worker_id: str, group: str, layers: Mapping[str, Sequence[int]] | None = None) -> Int64Array:
+        """int64: rows of `group` that `worker_id` serves, only those of `layers` when given.
+
+        Layers that decode did not ask for, and rows that another replica serves, are left out. Raises `PlanError`
+        when `layers` names a layer that the worker does not own.
+        """
+        number = self._number(worker_id)
+        plan = self.groups.get(group)
+        if plan is None:
+            return np.zeros(0, dtype=np.int64)
+        if layers is None:
+            return np.flatnonzero(plan.owner == number).astype(np.int64)
+        rows = []
+        for name, ids in layers.items():
+            for layer in ids:
+                if number not in self._held.get((name, layer), ()):
+                    raise PlanError(f"{worker_id} published {name!r} layer {layer}, which it does not own")
+                where = self._row_of.get((name, layer))
+                if where and where[0] == group and plan.owner[where[1]] == number:
+                    rows.append(where[1])
+        return np.array(sorted(set(rows)), dtype=np.int64)
+
+    def pull(
+        self, worker_id: str, group: str, rows: Int64Array, source_pages: Int64Array, destination_pages: Int64Array
+    ) -> PullBatch:
+        """A batch that moves page pairs (int64 [n] each) of `rows` from `worker_id`.
+
+        Raises `PlanError` when a row is not served by the worker, or a page lies outside a region.
+        """
+        plan = self.groups[group]
+        if len(source_pages) != len(destination_pages):
+            raise PlanError(f"{len(source_pages)} source pages do not pair with {len(destination_pages)} destinations")
+        if bool(np.any(plan.owner[rows] != self._number(worker_id))):
+            raise PlanError(f"{worker_id} does not serve all of the {len(rows)} rows asked of it")
+        if not len(rows) or not len(source_pages):
+            return PullBatch(worker_id, ())
+        _check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
+        _check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
+        return PullBatch(
+            worker_id, (GroupMove(group, pair_pages(source_pages, destination_pages), plan.table.take(rows)),)
+        )
+
+    def _number(self, worker_id: str) -> int:
+        try:
+            return self._index[worker_id]
+        except KeyError:
+            raise PlanError(f"{worker_id} is not a rank of this prefill instance") from None
+
+
+def check_batches(
+    planner: PullPlanner, batches: Sequence[PullBatch], destination_pages: Mapping[str, Int64Array]
+) -> None:
+    """Raise `PlanError` unless `batches` write every asked cell exactly once, from a rank that owns it.
+
+    `destination_pages` are the pages asked for per group, int64 and without repeats. The error names the first cell
+    without a source or with two.
+    """
+    for name, plan in planner.groups.items():
+        pages = destination_pages.get(name, np.zeros(0, dtype=np.int64))
+        order = np.argsort(pages, kind="stable")
+        ordered = pages[order]
+        if len(ordered) and bool(np.any(np.diff(ordered) == 0)):
+            raise PlanError(f"page group {name!r} asks for a destination page twice")
+        times = np.zeros((plan.num_rows, len(pages)), dtype=np.uint8)
+        for batch in batches:
+            for move in batch.moves:
+                if move.group == name:
+                    _check_owner(planner, plan, batch.worker_id, move)
+                    times[move.layers.rows] += _page_counts(move, ordered, name)
+        if bool(np.any(times != 1)):
+            row, column = (int(one) for one in np.argwhere(times != 1)[0])
+            component, layer = plan.cells[row]
+            how = "no source" if times[row, column] == 0 else f"{int(times[row, column])} sources"
+            raise PlanError(f"{component!r} layer {layer}, destination page {int(ordered[column])} has {how}")
+
+
+def _check_owner(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: GroupMove) -> None:
+    rows = move.layers.rows
+    if bool(np.any(plan.owner[rows] != planner.worker_ids.index(worker_id))):
+        raise PlanError(f"{worker_id} is asked for rows that another rank serves")
+    same = (move.layers.source_base == plan.table.source_base[rows]) & (
+        move.layers.destination_base == plan.table.destination_base[rows]
+    )
+    if not bool(np.all(same)):
+        component, layer = plan.cells[int(rows[int(np.argmin(same))])]
+        raise PlanError(f"{component!r} layer {layer} is planned at an address that is not its region's")
+
+
+def _page_counts(move: GroupMove, ordered: Int64Array, group: str) -> np.ndarray:
+    """uint8 [len(ordered)]: how often the move writes each asked page."""
+    written = move.runs.destination_pages()
+    if not len(ordered):
+        raise PlanError(f"page group {group!r} asks for no page, but {len(written)} are planned")
+    where = np.searchsorted(ordered, written)
+    where = np.minimum(where, len(ordered) - 1)
+    strange = ordered[where] != written
+    if bool(np.any(strange)):
+        raise PlanError(f"page group {group!r}: destination page {int(written[strange][0])} was not asked for")
+    return np.bincount(where, minlength=len(ordered)).astype(np.uint8)
+
+
+def _wanted(
+    layout: CacheLayout,
+    wanted: Mapping[str, Sequence[int]] | None,
+    targets: Mapping[tuple[str, int], Region],
+    held: Mapping[tuple[str, int], object],
+) -> dict[str, tuple[int, ...]]:
+    """Component -> layers to pull. Draft layers are optional on either side unless they are asked for by name."""
+    if wanted is not None:
+        return {name: tuple(layers) for name, layers in wanted.items()}
+    chosen = {}
+    for one in layout.components:
+        layers = one.layers
+        if one.is_draft:
+            layers = tuple(layer for layer in layers if (one.name, layer) in targets and (one.name, layer) in held)
+        chosen[one.name] = layers
+    return chosen
+
+
+def _group_plan(
+    name: str,
+    cells: tuple[tuple[str, int], ...],
+    held: Mapping[tuple[str, int], list[tuple[int, Region]]],
+    targets: Mapping[tuple[str, int], Region],
+) -> GroupPlan:
+    owner, columns, source_pages, destination_pages = [], [], [], []
+    for row, cell in enumerate(cells):
+        component, layer = cell
+        if cell not in held:
+            raise PlanError(f"{component!r} layer {layer} has no owner on the prefill side")
+        if cell not in targets:
+            raise PlanError(f"{component!r} layer {layer} has no region on the decode side")
+        number, source = held[cell][row % len(held[cell])]
+        target = targets[cell]
+        if source.page_bytes != target.page_bytes:
+            raise PlanError(
+                f"{component!r} layer {layer} has page_bytes={source.page_bytes} on prefill and {target.page_bytes} on "
+                "decode; use the same cache storage format on both"
+            )
+        owner.append(number)
+        columns.append(
+            (row, source.base_address, source.page_stride, target.base_address, target.page_stride, source.page_bytes)
+        )
+        source_pages.append(source.num_pages)
+        destination_pages.append(target.num_pages)
+    table = LayerTable(*(np.array(column, dtype=np.int64) for column in zip(*columns, strict=True)))
+    return GroupPlan(
+        name,
+        cells,
+        np.array(owner, dtype=np.int64),
+        table,
+        np.array(source_pages, dtype=np.int64),
+        np.array(destination_pages, dtype=np.int64),
+    )
+
+
+def _check_range(side: str, pages: Int64Array, limits: Int64Array, plan: GroupPlan, rows: Int64Array, who: str) -> None:
+    low, high = int(pages.min()), int(pages.max())
+    if low < 0 or high >= int(limits.min()):
+        component, layer = plan.cells[int(rows[int(np.argmin(limits))])]
+        raise PlanError(
+            f"{side} page {low if low < 0 else high} is outside the {int(limits.min())} pages of {component!r} layer "
+            f"{layer} at {who}"
+        )
