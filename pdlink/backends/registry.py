@@ -1,0 +1,111 @@
+"""Owns which backends exist and how one is chosen for a pair of peers. It moves nothing and imports none until asked.
+
+A third party adds a backend with an entry point in the group `pdlink.backends`: name -> zero-argument callable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from pdlink.backends.base import Backend, Peer
+from pdlink.errors import BackendError, BackendUnavailable, ConfigError
+
+log = logging.getLogger("pdlink.backends")
+
+ENTRY_POINT_GROUP = "pdlink.backends"
+_BUILT_IN = {"ipc": ("pdlink.backends.ipc", "IpcBackend")}
+AUTO_ORDER = ("ipc",)
+"""Best first: bytes that need not leave the host should not."""
+
+
+def known_backends() -> tuple[str, ...]:
+    """Names that can be asked for, built-in ones first."""
+    return (*_BUILT_IN, *(one.name for one in entry_points(group=ENTRY_POINT_GROUP) if one.name not in _BUILT_IN))
+
+
+def factory(name: str) -> Callable[[], Backend]:
+    """The constructor of backend `name`; nothing is imported before it is called. Unknown names: `ConfigError`."""
+    if name in _BUILT_IN:
+        module, attribute = _BUILT_IN[name]
+        return lambda: _load(name, lambda: getattr(import_module(module), attribute)())
+    for one in entry_points(group=ENTRY_POINT_GROUP):
+        if one.name == name:
+            return lambda found=one: _load(name, lambda: found.load()())
+    raise ConfigError(f"unknown backend {name!r}; known ones: {', '.join(known_backends())}")
+
+
+def parse_backends(text: str) -> tuple[str, ...]:
+    """Names of a setting such as `auto` or `nixl,ipc`, checked against the known ones."""
+    names = AUTO_ORDER if text.strip() == "auto" else tuple(one.strip() for one in text.split(","))
+    if len(set(names)) != len(names):
+        raise ConfigError(f"backends setting {text!r} names one twice")
+    for name in names:
+        factory(name)
+    return names
+
+
+def open_backends(text: str) -> dict[str, Backend]:
+    """Start every backend of a setting, in its order.
+
+    A backend that cannot work here is left out with a logged reason when the setting is `auto`; when it was named, its
+    `BackendUnavailable` is raised, because falling back silently would hide a slower transport.
+    """
+    opened: dict[str, Backend] = {}
+    reasons = []
+    for name in parse_backends(text):
+        try:
+            opened[name] = factory(name)()
+        except BackendUnavailable as error:
+            if text.strip() != "auto":
+                for one in opened.values():
+                    one.close()
+                raise
+            reasons.append(f"{name}: {error}")
+            log.info("backend %s is not used: %s", name, error)
+    if not opened:
+        raise BackendUnavailable(f"no backend works here ({'; '.join(reasons)})")
+    return opened
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend for a pair of peers, and why each other candidate was rejected."""
+
+    backend: Backend
+    rejected: Mapping[str, str]
+
+
+def choose(own: Mapping[str, Backend], worker_id: str, incarnation: int, offered: Mapping[str, bytes]) -> Choice:
+    """Connect to a peer with the first own backend that it offers and that reaches it (blocks).
+
+    Raises `BackendUnavailable` with the reason of every candidate.
+    """
+    rejected: dict[str, str] = {}
+    for name, backend in own.items():
+        if name not in offered:
+            rejected[name] = f"{worker_id} does not offer it (it offers {_listed(tuple(offered))})"
+            continue
+        try:
+            backend.connect(Peer(worker_id, incarnation, offered[name]))
+        except BackendError as error:
+            rejected[name] = str(error)
+            continue
+        log.info("pull from %s over %s%s", worker_id, name, f"; rejected {rejected}" if rejected else "")
+        return Choice(backend, rejected)
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
+    raise BackendUnavailable(f"no common backend with {worker_id}: {reasons or 'none is open here'}")
+
+
+def _load(name: str, make: Callable[[], Backend]) -> Backend:
+    try:
+        return make()
+    except ImportError as error:
+        raise BackendUnavailable(f"backend {name} is not installed: {error}; pip install 'pdlink[{name}]'") from error
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
