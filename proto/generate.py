@@ -1,7 +1,7 @@
 """Owns how `pdlink/v1` is made from `proto/pdlink/v1`: which files, by which compiler, in which order.
 
-It writes `*_pb2.py`, `*_pb2.pyi` and, where a file defines a service, `*_pb2_grpc.py`. It decides nothing about the
-messages. `make proto` runs it on the checkout; the tests run it into an empty folder and compare.
+It writes `*_pb2.py`, `*_pb2.pyi` and `*_pb2_grpc.py`, and decides nothing about the messages. `make proto` runs it on
+the checkout; the tests run it into an empty folder and compare.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 PROTO_ROOT = Path(__file__).resolve().parent
 REPO_ROOT = PROTO_ROOT.parent
+ENDINGS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 
 
 def find_protos(proto_root: Path = PROTO_ROOT) -> list[Path]:
@@ -26,30 +27,23 @@ def find_protos(proto_root: Path = PROTO_ROOT) -> list[Path]:
 def generate(out: Path, proto_root: Path = PROTO_ROOT) -> list[Path]:
     """Write the Python code of every proto under `out` and return the files written, relative to `out`.
 
-    A `_pb2_grpc.py` of a proto without a service holds nothing but a version check and is removed again. Raises
-    `SystemExit` when there is no proto or the compiler refuses one; the compiler's own words are on stderr then.
+    Raises `SystemExit` when there is no proto or the compiler refuses one; its own words are on stderr then.
     """
     protos = find_protos(proto_root)
+    out.mkdir(parents=True, exist_ok=True)
     outputs = [f"--{kind}={out}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{proto_root}", *outputs, *map(str, protos)]
     done = subprocess.run(command, cwd=proto_root, check=False)
     if done.returncode:
         raise SystemExit(f"error: protoc refused the files under {proto_root} (exit {done.returncode})")
-    return sorted(path for proto in protos for path in _keep(out, proto))
-
-
-def _keep(out: Path, proto: Path) -> list[Path]:
-    stem = proto.with_suffix("")
-    files = [stem.with_name(stem.name + suffix) for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")]
-    if "\nclass " in (out / files[-1]).read_text():
-        return files
-    (out / files[-1]).unlink()
-    return files[:-1]
+    stems = [proto.with_suffix("") for proto in protos]
+    return [stem.with_name(stem.name + ending) for stem in stems for ending in ENDINGS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate the protobuf code of pdlink.")
-    parser.add_argument("--out", type=Path, default=REPO_ROOT, help="folder that gets pdlink/v1/ (default: the checkout)")
+    where = "folder that gets pdlink/v1/ (default: the checkout)"
+    parser.add_argument("--out", type=Path, default=REPO_ROOT, help=where)
     for path in generate(parser.parse_args().out.resolve()):
         print(path)
 
