@@ -112,13 +112,16 @@ def find_faults(layout: CacheLayout, plan: LayerPlan) -> tuple[PlanFault, ...]:
     faults = [PlanFault("", f"rank {rank} has not registered") for rank in plan.sizes.ranks() if rank not in plan.owned]
     for rank, layers in plan.owned.items():
         faults += _unknown_layers(layout, rank, layers)
+    columns: dict[tuple[int, int], list[tuple[RankCoordinates, OwnedLayers]]] = {}
+    for rank in sorted(plan.owned):
+        columns.setdefault((rank.dp, rank.tp), []).append((rank, plan.owned[rank]))
     for component in layout.components:
         if component.name not in plan.kinds:
             faults.append(PlanFault(component.name, f"component {component.name!r} states no plan"))
             continue
         for dp in range(plan.sizes.dp):
             for tp in range(plan.sizes.tp):
-                faults += _column_faults(plan, component.name, component.layers, dp, tp)
+                faults += _column_faults(plan, component.name, component.layers, (dp, tp), columns.get((dp, tp), []))
     return tuple(faults)
 
 
@@ -132,17 +135,22 @@ def _unknown_layers(layout: CacheLayout, rank: RankCoordinates, layers: OwnedLay
     return faults
 
 
-def _column_faults(plan: LayerPlan, name: str, layers: tuple[int, ...], dp: int, tp: int) -> list[PlanFault]:
-    """Gaps and overlaps of one component along pp and cp at a fixed dp and tp."""
+def _column_faults(
+    plan: LayerPlan,
+    name: str,
+    layers: tuple[int, ...],
+    place: tuple[int, int],
+    column: list[tuple[RankCoordinates, OwnedLayers]],
+) -> list[PlanFault]:
+    """Gaps and overlaps of one component along pp and cp; `column` has the ranks of one (dp, tp) `place` in order."""
     held: dict[int, list[RankCoordinates]] = {layer: [] for layer in layers}
-    for rank, owned in sorted(plan.owned.items()):
-        if (rank.dp, rank.tp) == (dp, tp):
-            for layer in owned.get(name, ()):
-                held.setdefault(layer, []).append(rank)
+    for rank, owned in column:
+        for layer in owned.get(name, ()):
+            held.setdefault(layer, []).append(rank)
     gaps = [layer for layer, ranks in held.items() if not ranks]
     faults = []
     if gaps:
-        faults.append(PlanFault(name, f"{name!r} layers {_compact(gaps)} have no owner at dp{dp}.tp{tp}"))
+        faults.append(PlanFault(name, f"{name!r} layers {_compact(gaps)} have no owner at dp{place[0]}.tp{place[1]}"))
     for layer, ranks in held.items():
         if plan.kinds[name] is PlanKind.SPLIT and len(ranks) > 1:
             both = " and ".join(str(rank) for rank in ranks)

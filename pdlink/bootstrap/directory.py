@@ -1,0 +1,266 @@
+"""Owns who is registered, until when, and whether an instance is whole. No sockets, no threads, no clock of its own.
+
+Every call takes `now`, in seconds of any clock that never goes back; leases that have run out by then are dropped
+first, so no answer rests on a dead entry. One caller at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pdlink.bootstrap.compat import differences, plan_faults
+from pdlink.bootstrap.messages import Endpoint, PrefillServerInfo, Registration, Side, WorkerKey
+from pdlink.bootstrap.refusals import RegistrationConflict
+from pdlink.errors import InvalidInput, Mismatch, NotReady, StaleIncarnation, UnknownInstance
+from pdlink.layout import Fingerprint, LayerPlan, RankCoordinates, fingerprint
+
+MAX_WORKERS = 65_536
+_SHOWN_FAULTS = 8
+_RANK = re.compile(r"dp\d+\.pp\d+\.cp\d+\.tp\d+")
+
+
+class LeaseStatus(StrEnum):
+    RENEWED = "renewed"
+    UNKNOWN = "unknown"
+    """Nothing of that name is registered: register again."""
+    REPLACED = "replaced"
+    """A newer process has taken the name: stop."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    registration: Registration
+    expires_at: float
+    timer: int
+    """Which of the queued deadlines is this entry's."""
+
+
+@dataclass(slots=True)
+class _Instance:
+    version: int = 0
+    workers: dict[str, _Entry] = field(default_factory=dict)
+    places: dict[RankCoordinates, str] = field(default_factory=dict)
+    fingerprint: Fingerprint | None = None
+    answer: PrefillServerInfo | str | None = None
+    """What resolve says of this version: the instance, or why it is not ready."""
+
+    def any_registration(self) -> Registration:
+        return next(iter(self.workers.values())).registration
+
+
+class Directory:
+    """The registrations of all instances. Renewing costs O(log n) at most once a lease, and O(1) otherwise.
+
+    Versions count up from `first_version` over all instances, so a version is never used twice.
+    """
+
+    def __init__(self, lease_s: float, first_version: int = 0, max_workers: int = MAX_WORKERS) -> None:
+        self.lease_s = lease_s
+        self._versions = itertools.count(first_version + 1)
+        self._max_workers = max_workers
+        self._instances: dict[str, _Instance] = {}
+        self._changed: set[str] = set()
+        self._timers = itertools.count()
+        # (time, timer, instance, worker): one for each live worker, put back when met too early, and those of
+        # withdrawn workers until their time.
+        self._deadlines: list[tuple[float, int, str, str]] = []
+        self._num_workers = 0
+
+    def register(self, registration: Registration, now: float) -> bool:
+        """Put the worker's registration in place of what it said before; whether anything but the lease changed.
+
+        Raises `StaleIncarnation` for a process that has been replaced, and `RegistrationConflict` where another live
+        worker holds the rank or registered other settings. A refused registration changes nothing.
+        """
+        self.expire(now)
+        name, rank = registration.instance, registration.rank
+        instance = self._instances.get(name) or _Instance()
+        held = instance.workers.get(rank.worker_id)
+        if held is not None and held.registration == registration:
+            held.expires_at = now + self.lease_s
+            return False
+        _check_newer(held, registration)
+        _check_place_free(instance, registration)
+        _check_agrees(instance, registration)
+        expires_at = now + self.lease_s
+        if held is None:
+            self._check_room()
+            self._num_workers += 1
+            timer = next(self._timers)
+            heapq.heappush(self._deadlines, (expires_at, timer, name, rank.worker_id))
+        else:
+            timer = held.timer
+            del instance.places[held.registration.rank.coordinates]
+        self._instances[name] = instance
+        instance.workers[rank.worker_id] = _Entry(registration, expires_at, timer)
+        instance.places[rank.coordinates] = rank.worker_id
+        self._touch(name, instance)
+        return True
+
+    def renew(self, key: WorkerKey, now: float) -> LeaseStatus:
+        """Prolong one lease."""
+        self.expire(now)
+        entry = self._entry(key.instance, key.worker_id)
+        if entry is None or entry.registration.rank.incarnation < key.incarnation:
+            return LeaseStatus.UNKNOWN
+        if entry.registration.rank.incarnation > key.incarnation:
+            return LeaseStatus.REPLACED
+        entry.expires_at = now + self.lease_s
+        return LeaseStatus.RENEWED
+
+    def withdraw(self, key: WorkerKey, now: float) -> bool:
+        """Drop exactly this registration; whether it was there."""
+        self.expire(now)
+        entry = self._entry(key.instance, key.worker_id)
+        if entry is None or entry.registration.rank.incarnation != key.incarnation:
+            return False
+        self._drop(key.instance, key.worker_id)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Drop every registration whose lease has run out; how many."""
+        dropped = 0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, timer, name, worker_id = heapq.heappop(self._deadlines)
+            entry = self._entry(name, worker_id)
+            if entry is None or entry.timer != timer:
+                continue  # withdrawn since
+            if entry.expires_at > now:
+                heapq.heappush(self._deadlines, (entry.expires_at, timer, name, worker_id))
+                continue
+            self._drop(name, worker_id)
+            dropped += 1
+        return dropped
+
+    def resolve(self, name: str, now: float) -> PrefillServerInfo:
+        """The instance, when it is whole. Raises `UnknownInstance`, or `NotReady` with what is missing."""
+        instance = self._live(name, now)
+        if instance.answer is None:
+            instance.answer = _judge(name, instance)
+        if isinstance(instance.answer, str):
+            raise NotReady(instance.answer)
+        return instance.answer
+
+    def side(self, name: str, now: float) -> Side:
+        """What the instance says of itself, ready or not. Raises `UnknownInstance`."""
+        instance = self._live(name, now)
+        one = instance.any_registration()
+        if instance.fingerprint is None:
+            instance.fingerprint = fingerprint(one.layout)
+        return Side(one.protocol, instance.fingerprint)
+
+    def endpoints(self, name: str, now: float) -> tuple[Endpoint, ...]:
+        """The control endpoints of every live worker, in order of rank. Raises `UnknownInstance`."""
+        workers = self._live(name, now).workers.values()
+        ranks = sorted((one.registration.rank for one in workers), key=lambda one: one.coordinates)
+        return tuple(one.endpoint for one in ranks)
+
+    def version(self, name: str, now: float) -> int:
+        """Grows with every change of the instance; 0 while nobody is registered."""
+        self.expire(now)
+        instance = self._instances.get(name)
+        return instance.version if instance else 0
+
+    def take_changes(self) -> set[str]:
+        """Names of the instances that changed since the last call."""
+        changed, self._changed = self._changed, set()
+        return changed
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    def _live(self, name: str, now: float) -> _Instance:
+        self.expire(now)
+        instance = self._instances.get(name)
+        if instance is None:
+            raise UnknownInstance(f"nobody has registered instance {name!r}")
+        return instance
+
+    def _entry(self, name: str, worker_id: str) -> _Entry | None:
+        instance = self._instances.get(name)
+        return instance.workers.get(worker_id) if instance else None
+
+    def _drop(self, name: str, worker_id: str) -> None:
+        instance = self._instances[name]
+        entry = instance.workers.pop(worker_id)
+        del instance.places[entry.registration.rank.coordinates]
+        self._num_workers -= 1
+        self._touch(name, instance)
+        if not instance.workers:
+            del self._instances[name]
+
+    def _touch(self, name: str, instance: _Instance) -> None:
+        instance.version = next(self._versions)
+        instance.answer = instance.fingerprint = None
+        self._changed.add(name)
+
+    def _check_room(self) -> None:
+        if self._num_workers >= self._max_workers:
+            raise InvalidInput(f"{self._num_workers} workers are registered, which is all this service keeps")
+
+
+def _judge(name: str, instance: _Instance) -> PrefillServerInfo | str:
+    one = instance.any_registration()
+    ranks = [entry.registration.rank for entry in instance.workers.values()]
+    plan = LayerPlan(one.sizes, one.kinds, {rank.coordinates: rank.owned for rank in ranks})
+    faults = plan_faults(one.layout, plan)
+    if faults:
+        more = f"; and {len(faults) - _SHOWN_FAULTS} more" if len(faults) > _SHOWN_FAULTS else ""
+        names = {str(place): worker for place, worker in instance.places.items()}
+        shown = "; ".join(_with_workers(text, names) for text in faults[:_SHOWN_FAULTS])
+        return f"instance {name!r} is not ready: {shown}{more}"
+    return PrefillServerInfo(
+        name, one.protocol, one.layout, fingerprint(one.layout), one.sizes, one.kinds, tuple(ranks), instance.version
+    )
+
+
+def _with_workers(text: str, names: Mapping[str, str]) -> str:
+    """Add the worker's name after each rank that `text` mentions."""
+    return _RANK.sub(lambda m: f"{m[0]} ({names[m[0]]})" if m[0] in names else m[0], text)
+
+
+def _check_newer(held: _Entry | None, new: Registration) -> None:
+    if held is not None and held.registration.rank.incarnation > new.rank.incarnation:
+        raise StaleIncarnation(
+            f"worker {new.rank.worker_id!r} of instance {new.instance!r} registers as incarnation "
+            f"{new.rank.incarnation}, but incarnation {held.registration.rank.incarnation} has replaced it; a new "
+            "process needs a newer incarnation"
+        )
+
+
+def _check_place_free(instance: _Instance, new: Registration) -> None:
+    holder = instance.places.get(new.rank.coordinates)
+    if holder is None or holder == new.rank.worker_id:
+        return
+    place = str(new.rank.coordinates)
+    fix = "give each worker a rank of its own, or wait for the old worker's lease to run out"
+    raise RegistrationConflict(
+        [Mismatch(f"worker of rank {place}", holder, new.rank.worker_id, fix)],
+        holder,
+        f"worker {new.rank.worker_id!r} registers rank {place} of instance {new.instance!r}, which live worker "
+        f"{holder!r} holds; {fix}",
+    )
+
+
+def _check_agrees(instance: _Instance, new: Registration) -> None:
+    """All live workers say alike what belongs to the instance; one that is alone may change its mind."""
+    for worker_id, entry in instance.workers.items():
+        if worker_id == new.rank.worker_id:
+            continue
+        found = differences(entry.registration, new)
+        if found:
+            first, more = found[0], f" (+{len(found) - 1} more)" if len(found) > 1 else ""
+            fix = f"; {first.fix}" if first.fix else ""
+            raise RegistrationConflict(
+                found,
+                worker_id,
+                f"worker {new.rank.worker_id!r} registers {first.field} {first.decode} with instance "
+                f"{new.instance!r}, where live worker {worker_id!r} registered {first.prefill}{fix}{more}",
+            )
+        return
