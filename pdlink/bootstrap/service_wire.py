@@ -1,0 +1,194 @@
+"""Owns the translation of the bootstrap service's own messages, over the shared ones of `wire`. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from pdlink.address import Address, parse_address
+from pdlink.bootstrap import wire
+from pdlink.bootstrap.directory import LeaseStatus
+from pdlink.bootstrap.messages import (
+    MAX_RANKS,
+    MAX_TRANSPORTS,
+    Endpoint,
+    PrefillServerInfo,
+    RankInfo,
+    Registration,
+    WorkerKey,
+)
+from pdlink.errors import FrameError
+from pdlink.v1 import bootstrap_pb2 as pb
+
+MAX_REQUEST_BYTES = 4 << 20
+"""A registration, a batch of renewals, or a question."""
+MAX_ANSWER_BYTES = 64 << 20
+"""An instance of thousands of ranks."""
+MAX_RENEWALS = 16_384
+MAX_ADDRESS_CHARS = 300
+
+_STATUSES = {
+    LeaseStatus.RENEWED: pb.LEASE_STATUS_RENEWED,
+    LeaseStatus.UNKNOWN: pb.LEASE_STATUS_UNKNOWN,
+    LeaseStatus.REPLACED: pb.LEASE_STATUS_REPLACED,
+}
+_STATUSES_READ: dict[int, LeaseStatus] = {sent: value for value, sent in _STATUSES.items()}
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Parser(Protocol[T_co]):
+    """A generated message class."""
+
+    def FromString(self, data: bytes, /) -> T_co: ...
+
+
+def parse(kind: _Parser[T_co], data: bytes) -> T_co:
+    """Decode bytes; `FrameError` for what is not such a message."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise FrameError(f"{len(data)} bytes are not a pdlink {getattr(kind, '__name__', kind)}: {error}") from error
+
+
+def pack_registration(value: Registration) -> pb.Registration:
+    return pb.Registration(
+        instance=value.instance,
+        protocol=wire.pack_protocol(value.protocol),
+        layout=wire.pack_layout(value.layout),
+        sizes=wire.pack_sizes(value.sizes),
+        kinds=wire.pack_kinds(value.kinds),
+        rank=pack_rank_info(value.rank),
+    )
+
+
+def unpack_registration(message: pb.Registration) -> Registration:
+    """Raises `FrameError` with the field. The protocol is read first: the rest depends on it."""
+    _require(message, "registration", "protocol", "layout", "sizes", "rank")
+    protocol = wire.unpack_protocol(message.protocol)
+    with wire.reading("registration"):
+        return Registration(
+            message.instance,
+            protocol,
+            wire.unpack_layout(message.layout),
+            wire.unpack_sizes(message.sizes),
+            wire.unpack_kinds(message.kinds),
+            unpack_rank_info(message.rank),
+        )
+
+
+def pack_rank_info(value: RankInfo) -> pb.RankInfo:
+    return pb.RankInfo(
+        worker_id=value.worker_id,
+        incarnation=value.incarnation,
+        coordinates=wire.pack_rank(value.coordinates),
+        owned=wire.pack_layers(value.owned),
+        regions=wire.pack_regions(value.regions),
+        control_endpoint=str(value.control_endpoint),
+        transports=[pb.Transport(name=name, data=data) for name, data in value.transports.items()],
+    )
+
+
+def unpack_rank_info(message: pb.RankInfo) -> RankInfo:
+    _require(message, "rank", "coordinates")
+    with wire.reading(f"rank {wire.clip(message.worker_id, 64)!r}"):
+        return RankInfo(
+            message.worker_id,
+            message.incarnation,
+            wire.unpack_rank(message.coordinates),
+            wire.unpack_layers(message.owned),
+            wire.unpack_regions(message.regions),
+            _unpack_address(message.control_endpoint),
+            _unpack_transports(message.transports),
+        )
+
+
+def pack_info(value: PrefillServerInfo) -> pb.PrefillServerInfo:
+    return pb.PrefillServerInfo(
+        instance=value.instance,
+        protocol=wire.pack_protocol(value.protocol),
+        fingerprint=wire.pack_fingerprint(value.fingerprint),
+        layout=wire.pack_layout(value.layout),
+        sizes=wire.pack_sizes(value.sizes),
+        kinds=wire.pack_kinds(value.kinds),
+        ranks=[pack_rank_info(one) for one in value.ranks],
+        version=value.version,
+    )
+
+
+def unpack_info(message: pb.PrefillServerInfo) -> PrefillServerInfo:
+    """The whole instance. Whoever reads one from the wire compares its side first (`wire.unpack_side`)."""
+    _require(message, "instance", "protocol", "fingerprint", "layout", "sizes")
+    wire.bounded("ranks", len(message.ranks), MAX_RANKS)
+    with wire.reading(f"instance {wire.clip(message.instance, 64)!r}"):
+        return PrefillServerInfo(
+            message.instance,
+            wire.unpack_protocol(message.protocol),
+            wire.unpack_layout(message.layout),
+            wire.unpack_fingerprint(message.fingerprint),
+            wire.unpack_sizes(message.sizes),
+            wire.unpack_kinds(message.kinds),
+            tuple(unpack_rank_info(one) for one in message.ranks),
+            message.version,
+        )
+
+
+def pack_key(value: WorkerKey) -> pb.WorkerKey:
+    return pb.WorkerKey(instance=value.instance, worker_id=value.worker_id, incarnation=value.incarnation)
+
+
+def unpack_key(message: pb.WorkerKey) -> WorkerKey:
+    with wire.reading("worker"):
+        return WorkerKey(message.instance, message.worker_id, message.incarnation)
+
+
+def pack_status(value: LeaseStatus) -> pb.LeaseStatus:
+    return _STATUSES[value]
+
+
+def unpack_status(value: int) -> LeaseStatus:
+    status = _STATUSES_READ.get(value)
+    if status is None:
+        raise FrameError(f"renewal has unknown lease status {value}")
+    return status
+
+
+def pack_endpoint(value: Endpoint) -> pb.Endpoint:
+    return pb.Endpoint(
+        worker_id=value.worker_id,
+        incarnation=value.incarnation,
+        coordinates=wire.pack_rank(value.coordinates),
+        control_endpoint=str(value.control_endpoint),
+    )
+
+
+def unpack_endpoint(message: pb.Endpoint) -> Endpoint:
+    with wire.reading(f"endpoint of {wire.clip(message.worker_id, 64)!r}"):
+        return Endpoint(
+            message.worker_id,
+            message.incarnation,
+            wire.unpack_rank(message.coordinates),
+            _unpack_address(message.control_endpoint),
+        )
+
+
+def _unpack_address(text: str) -> Address:
+    if len(text) > MAX_ADDRESS_CHARS:
+        raise FrameError(f"control_endpoint has {len(text)} characters; at most {MAX_ADDRESS_CHARS}")
+    return parse_address(text)
+
+
+def _unpack_transports(messages: Sequence[pb.Transport]) -> dict[str, bytes]:
+    wire.bounded("transports", len(messages), MAX_TRANSPORTS)
+    transports = {one.name: one.data for one in messages}
+    if len(transports) != len(messages):
+        raise FrameError("transports name one twice")
+    return transports
+
+
+def _require(message: pb.Registration | pb.RankInfo | pb.PrefillServerInfo, what: str, *fields: str) -> None:
+    for name in fields:
+        if not message.HasField(name):
+            raise FrameError(f"{what}.{name} is missing")
