@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from pdlink.backends.base import Backend, Peer
 from pdlink.errors import BackendError, BackendUnavailable, ConfigError
@@ -31,10 +32,10 @@ def factory(name: str) -> Callable[[], Backend]:
     """The constructor of backend `name`; nothing is imported before it is called. Unknown names: `ConfigError`."""
     if name in _BUILT_IN:
         module, attribute = _BUILT_IN[name]
-        return lambda: _load(name, lambda: getattr(import_module(module), attribute)())
+        return partial(_load, name, partial(_call_built_in, module, attribute))
     for one in entry_points(group=ENTRY_POINT_GROUP):
         if one.name == name:
-            return lambda found=one: _load(name, lambda: found.load()())
+            return partial(_load, name, partial(_call_loaded, one))
     raise ConfigError(f"unknown backend {name!r}; known ones: {', '.join(known_backends())}")
 
 
@@ -98,6 +99,16 @@ def choose(own: Mapping[str, Backend], worker_id: str, incarnation: int, offered
         return Choice(backend, rejected)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
     raise BackendUnavailable(f"no common backend with {worker_id}: {reasons or 'none is open here'}")
+
+
+def _call_built_in(module: str, attribute: str) -> Backend:
+    made: Backend = getattr(import_module(module), attribute)()
+    return made
+
+
+def _call_loaded(entry: EntryPoint) -> Backend:
+    made: Backend = entry.load()()
+    return made
 
 
 def _load(name: str, make: Callable[[], Backend]) -> Backend:

@@ -1,0 +1,223 @@
+"""Owns the same-host backend: pulls straight from the owner's shared memory, page by page, without a staging copy.
+
+It serves host memory that `pdlink.memory.allocate` (or any `shm.Segment`) holds. Bytes move inside `poll`, on the
+caller's thread and in bounded pieces, so a pull is quiet whenever `poll` is not running.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.shm import SHM_DIR, AttachedSegment, attach, locate
+from pdlink.errors import BackendUnavailable, PeerGone, RegionError
+from pdlink.layout.regions import MemoryKind, Region
+from pdlink.transfer.descriptors import Descriptors, GroupMove, Int64Array, PullBatch
+
+BYTES_PER_POLL = 16 << 20
+ROWS_PER_PIECE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """One of a peer's segments: where it lies there, and where it is mapped here."""
+
+    start: int
+    stop: int
+    segment: AttachedSegment
+
+
+class _IpcPull(PullHandle):
+    def __init__(self, batch: PullBatch, pieces: Iterator[Descriptors], segments: tuple[AttachedSegment, ...]) -> None:
+        super().__init__(batch)
+        self.pieces = pieces
+        self.segments = segments
+        """Held so that the mapping outlives a `disconnect` in the middle of the pull."""
+        self.status = PullStatus.PENDING
+
+
+class IpcBackend(Backend):
+    """See `Backend`. Registering is free: a region is only remembered, to check destinations and to tell peers."""
+
+    name = "ipc"
+    capabilities = Capabilities(frozenset({MemoryKind.HOST}), same_host_only=True, works_in_poll=True)
+
+    def __init__(self) -> None:
+        self._host = _host_identity()
+        self._regions: dict[tuple[int, int], int] = {}
+        self._peers: dict[str, tuple[int, tuple[_Mapped, ...]]] = {}
+        self._lock = threading.Lock()
+
+    def register(self, region: Region) -> None:
+        if region.memory is not MemoryKind.HOST:
+            raise RegionError(
+                f"backend ipc serves host memory; {region.component!r} layer {region.layer} is on {region.memory}"
+            )
+        with self._lock:
+            span = (region.base_address, region.end_address)
+            self._regions[span] = self._regions.get(span, 0) + 1
+
+    def deregister(self, region: Region) -> None:
+        with self._lock:
+            span = (region.base_address, region.end_address)
+            self._regions[span] = self._regions.get(span, 0) - 1
+            if self._regions[span] <= 0:
+                del self._regions[span]
+
+    def endpoint(self) -> bytes:
+        """Host identity and the segments of all registered regions, as JSON.
+
+        Raises `RegionError` when a region is not in shared memory.
+        """
+        segments: dict[str, tuple[int, int]] = {}
+        with self._lock:
+            spans = list(self._regions)
+        for start, stop in spans:
+            place = locate(start, stop - start)
+            if place is None:
+                raise RegionError(
+                    f"memory {start:#x}..{stop:#x} is private to this process, so no peer can read it over ipc; "
+                    "allocate the pool with pdlink.memory.allocate"
+                )
+            segments[place.name] = (start - place.offset, place.nbytes)
+        listed = [[name, base, nbytes] for name, (base, nbytes) in segments.items()]
+        return json.dumps({"host": self._host, "segments": listed}, separators=(",", ":")).encode()
+
+    def connect(self, peer: Peer) -> None:
+        with self._lock:
+            known = self._peers.get(peer.worker_id)
+        if known and known[0] == peer.incarnation:
+            return
+        host, listed = _parse_endpoint(peer)
+        if host != self._host:
+            raise BackendUnavailable(f"{peer.worker_id} runs on another host or with another /dev/shm ({host})")
+        mapped: list[_Mapped] = []
+        try:
+            for name, base, nbytes in listed:
+                mapped.append(_Mapped(base, base + nbytes, attach(name, nbytes)))
+        except BaseException:
+            for one in mapped:
+                one.segment.close()
+            raise
+        with self._lock:
+            self._peers[peer.worker_id] = (peer.incarnation, tuple(sorted(mapped, key=lambda one: one.start)))
+
+    def disconnect(self, peer: Peer) -> None:
+        with self._lock:
+            known = self._peers.get(peer.worker_id)
+            if known and known[0] == peer.incarnation:
+                del self._peers[peer.worker_id]
+
+    def submit(self, batch: PullBatch) -> PullHandle:
+        with self._lock:
+            known = self._peers.get(batch.worker_id)
+            spans = np.array(sorted(self._regions), dtype=np.int64).reshape(-1, 2)
+        if known is None:
+            raise PeerGone(f"{batch.worker_id} is not connected over ipc")
+        for move in batch.moves:
+            _check_destinations(move, spans)
+        moves = tuple(_localised(move, known[1], batch.worker_id) for move in batch.moves)
+        pieces = PullBatch(batch.worker_id, moves).expand(ROWS_PER_PIECE)
+        return _IpcPull(batch, pieces, tuple(one.segment for one in known[1]))
+
+    def poll(self, handle: PullHandle) -> PullStatus:
+        assert isinstance(handle, _IpcPull)
+        moved = 0
+        while handle.status is PullStatus.PENDING and moved < BYTES_PER_POLL:
+            piece = next(handle.pieces, None)
+            if piece is None:
+                handle.status = PullStatus.DONE
+                handle.segments = ()
+            else:
+                moved += _copy(piece)
+        return handle.status
+
+    def settle(self, handle: PullHandle) -> Settled:
+        assert isinstance(handle, _IpcPull)
+        handle.pieces = iter(())
+        handle.segments = ()
+        if handle.status is PullStatus.PENDING:
+            handle.status = PullStatus.FAILED
+        return Settled.QUIET
+
+    def fence(self, peer: Peer) -> tuple[str, ...]:
+        self.disconnect(peer)
+        return (peer.worker_id,)
+
+    def close(self) -> None:
+        with self._lock:
+            self._peers.clear()
+            self._regions.clear()
+
+
+def _host_identity() -> str:
+    """Equal for two processes exactly when they see the same /dev/shm of the same boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot = file.read().strip()
+        shm = os.stat(SHM_DIR)
+    except OSError as error:
+        raise BackendUnavailable(f"backend ipc needs {SHM_DIR} and /proc: {error}") from error
+    return f"{boot}/{shm.st_dev}:{shm.st_ino}"
+
+
+def _parse_endpoint(peer: Peer) -> tuple[str, list[tuple[str, int, int]]]:
+    try:
+        blob = json.loads(peer.endpoint)
+        listed = [(str(name), int(base), int(nbytes)) for name, base, nbytes in blob["segments"]]
+        return str(blob["host"]), listed
+    except (ValueError, KeyError, TypeError) as error:
+        raise BackendUnavailable(f"{peer.worker_id} offers an ipc endpoint that cannot be read: {error}") from error
+
+
+def _localised(move: GroupMove, mapped: tuple[_Mapped, ...], worker_id: str) -> GroupMove:
+    """The same move with the owner's addresses replaced by where its segments are mapped here."""
+    layers = move.layers
+    starts = np.array([one.start for one in mapped], dtype=np.int64)
+    stops = np.array([one.stop for one in mapped], dtype=np.int64)
+    here = np.array([one.segment.address for one in mapped], dtype=np.int64)
+    first, end = _extent(layers.source_base, layers.source_stride, layers.page_bytes, move.runs.source, move.runs.count)
+    which = np.searchsorted(starts, layers.source_base, side="right") - 1
+    inside = (which >= 0) & (first >= starts[which]) & (end <= stops[which]) if len(starts) else np.zeros(1, np.bool_)
+    if not bool(np.all(inside)):
+        row = int(np.argmin(inside))
+        raise RegionError(f"addresses {int(first[row]):#x}..{int(end[row]):#x} are in no segment of {worker_id}")
+    return GroupMove(move.group, move.runs, layers.rebased(layers.source_base - starts[which] + here[which]))
+
+
+def _check_destinations(move: GroupMove, spans: Int64Array) -> None:
+    layers = move.layers
+    first, end = _extent(
+        layers.destination_base, layers.destination_stride, layers.page_bytes, move.runs.destination, move.runs.count
+    )
+    which = np.searchsorted(spans[:, 0], layers.destination_base, side="right") - 1
+    inside = (which >= 0) & (first >= spans[which, 0]) & (end <= spans[which, 1]) if len(spans) else np.zeros(1, bool)
+    if not bool(np.all(inside)):
+        row = int(np.argmin(inside))
+        raise RegionError(f"destination {int(first[row]):#x}..{int(end[row]):#x} is in no registered region")
+
+
+def _extent(
+    base: Int64Array, stride: Int64Array, page_bytes: Int64Array, page: Int64Array, count: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """First and past-the-end address that the pages touch, per layer."""
+    if not len(page):
+        return base, base
+    low, high = int(page.min()), int((page + count - 1).max())
+    return base + low * stride, base + high * stride + page_bytes
+
+
+def _copy(piece: Descriptors) -> int:
+    """Move the rows; returns the bytes moved. Every range was checked by `submit`."""
+    memmove = ctypes.memmove
+    rows = zip(piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True)
+    for source, destination, nbytes in rows:
+        memmove(destination, source, nbytes)
+    return int(piece.nbytes.sum())

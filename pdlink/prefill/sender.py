@@ -1,0 +1,345 @@
+"""Owns one request on one prefill rank: what is published, who reads it, and how it ends. It opens no socket.
+
+The engine calls `publish`, `withdraw`, `abort` and `poll`; the worker hands in frames and time. All of it runs under
+the worker's lock, and frames leave through the worker's `send`.
+
+Memory rule: a published page stays unchanged until `poll` shows a final state, or until `withdraw` or `abort` has
+returned. Each of these bumps the publications' generations first, so that a reader that was late is told so by the
+verdict and never reports those bytes as a success.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import TypeAlias
+
+import numpy as np
+
+from pdlink.control.frames import Abort, AbortAck, Body, Failed, Refused, Release, Subscribe, Subscribed, Verdict
+from pdlink.errors import InvalidInput, StateError, TransferFailed
+from pdlink.layout.components import CacheLayout
+from pdlink.layout.layer_plan import OwnedLayers
+from pdlink.layout.readers import ReaderSet
+from pdlink.layout.regions import Region
+from pdlink.prefill.publication import Publication, PublishedPages
+from pdlink.transfer.descriptors import Int64Array
+from pdlink.transfer.digests import Digests, page_digests
+from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.states import SENDER_MOVES, SenderState, StateCell
+
+MAX_PAGES_PER_FRAME = 1 << 16
+Send: TypeAlias = Callable[[bytes, int, Body], None]
+"""(route, attempt, body): hand a frame about this request to the I/O thread."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a sender needs to know of its rank; the same value for every request of a worker."""
+
+    worker_id: str
+    incarnation: int
+    layout: CacheLayout
+    owned: OwnedLayers
+    regions: Mapping[tuple[str, int], Region]
+    is_aux_owner: bool
+    max_aux_bytes: int
+    lease_s: float
+    verify_digests: bool
+    generations: itertools.count[int]
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One reader of the set. `seen` is the sequence up to which Ready frames were sent to its current route."""
+
+    attempt: int
+    route: bytes
+    heard: float
+    seen: int = 0
+    through: bool = False
+
+
+class Sender:
+    """One request on one rank. Made by `PrefillWorker.open`; see the module for threads and memory."""
+
+    def __init__(
+        self, transfer_id: str, rank: RankFacts, send: Send, clock: Callable[[], float], lock: RLock | None = None
+    ) -> None:
+        self.transfer_id = transfer_id
+        self.failure: Failure | None = None
+        self.ended_at: float | None = None
+        self._rank = rank
+        self._send = send
+        self._clock = clock
+        self._lock = lock or RLock()
+        self._state = StateCell(SenderState.OPEN, SENDER_MOVES)
+        self._publications: list[Publication] = []
+        self._published = PublishedPages()
+        self._next_page: dict[str, int] = {}
+        self._set: ReaderSet | None = None
+        self._readers: dict[int, _Reader] = {}
+        self._active = clock()
+
+    # --- engine side ------------------------------------------------------------------------------
+
+    def poll(self) -> SenderState:
+        """The state now; never blocks. RELEASED, ABORTED and EXPIRED are final: the pages are the engine's again."""
+        return self._state.now
+
+    def raise_failure(self) -> None:
+        """Raise `TransferFailed` with the first cause when the request ended badly."""
+        if self.failure:
+            raise TransferFailed(str(self.failure))
+
+    def publish(
+        self,
+        page_ids: Sequence[int] | Int64Array = (),
+        *,
+        group: str = "kv",
+        start_page: int | None = None,
+        layers: Mapping[str, Iterable[int]] | None = None,
+        last: bool = False,
+        aux: bytes | None = None,
+    ) -> None:
+        """Declare pages final, from now until the end of the request.
+
+        `page_ids` are pages of this rank's pool that hold page positions [start_page, start_page + n) of the prompt;
+        without `start_page` they follow what was published of `group` before. `layers` narrows the owned layers
+        (component -> global ids). `last` ends publishing; `aux` goes with it and is sent by the elected rank only.
+        Several groups: publish each, `last` with the final one. After the request has ended this does nothing.
+
+        Raises `InvalidInput` for pages or layers that this rank does not have, `StateError` for a page published twice
+        or a publish after the last.
+        """
+        with self._lock:
+            if self._state.now.is_final:
+                return
+            if self._state.now is SenderState.PUBLISHED:
+                raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
+            pages = np.asarray(page_ids, dtype=np.int64).reshape(-1)
+            chosen = self._layers(group, layers)
+            self._check(group, pages, chosen, aux, last)
+            start = self._next_page.get(group, 0) if start_page is None else start_page
+            self._published.add(chosen, start, start + len(pages))
+            self._next_page[group] = max(self._next_page.get(group, 0), start + len(pages))
+            self._append(group, pages, start, chosen, last, aux)
+            if self._state.now is SenderState.OPEN or last:
+                self._state.advance(SenderState.PUBLISHED if last else SenderState.PUBLISHING)
+            self._active = self._clock()
+            self._announce()
+            self._finish_when_through()
+
+    def withdraw(self, page_ids: Iterable[int], *, group: str = "kv") -> None:
+        """Take published pages back. When this returns they may be reused: no reader can succeed with them any more.
+
+        A request that loses pages before every reader is through is ABORTED, and its readers are told.
+        """
+        with self._lock:
+            wanted = np.fromiter(page_ids, dtype=np.int64)
+            hit = [one for one in self._publications if one.group == group and np.isin(one.page_ids, wanted).any()]
+            for one in hit:
+                one.generation = next(self._rank.generations)
+            if hit and not self._state.now.is_final:
+                text = f"{len(wanted)} published pages were withdrawn by the prefill engine"
+                self._end(SenderState.ABORTED, Failure(FailureReason.GENERATION, text))
+
+    def abort(self, text: str = "aborted by the prefill engine") -> None:
+        """End the request and tell its readers. When this returns the pages may be reused. Twice is fine."""
+        with self._lock:
+            self.fail(Failure(FailureReason.ABORTED, text))
+
+    def fail(self, cause: Failure) -> None:
+        """End the request with `cause` unless it has ended already."""
+        with self._lock:
+            if not self._state.now.is_final:
+                self._end(SenderState.ABORTED, cause)
+
+    # --- frames and time, called by the worker under its lock -------------------------------------
+
+    def is_over_for(self, reader_index: int, attempt: int) -> bool:
+        """Whether `attempt` means a later request of the same id: this one has ended, and that reader with it."""
+        reader = self._readers.get(reader_index)
+        return self._state.now.is_final and reader is not None and reader.attempt != attempt
+
+    def on_subscribe(self, route: bytes, attempt: int, body: Subscribe) -> None:
+        now = self._clock()
+        refusal = self._refusal(body.readers, attempt)
+        if refusal:
+            self._send(route, attempt, Refused(refusal.at(self._state.now, self._rank.worker_id)))
+            if self._state.now.is_final:
+                self._readers.setdefault(body.readers.reader_index, _Reader(attempt, route, now, through=True))
+            return
+        self._set = self._set or body.readers
+        reader = self._readers.get(body.readers.reader_index)
+        if reader and reader.attempt != attempt and not self._is_silent(reader, now):
+            # A new attempt of the same reader runs once the old one has drained; until then it is told to wait.
+            self._send(route, attempt, Subscribed(self._rank.incarnation, 0, False))
+            return
+        if reader is None or reader.attempt != attempt:
+            reader = self._readers[body.readers.reader_index] = _Reader(attempt, route, now)
+        reader.route, reader.heard, reader.seen = route, now, body.next_sequence
+        self._active = now
+        self._send(route, attempt, Subscribed(self._rank.incarnation, len(self._publications), True))
+        self._announce()
+
+    def on_release(self, route: bytes, attempt: int, body: Release) -> Verdict:
+        """Mark the reader as through and say whether all that it pulled was still published. The caller keeps it."""
+        self._active = self._clock()
+        cause = self._changed(body.pulled)
+        if not cause and self._set and not self._set.agrees(body.readers):
+            cause = self._other_set(body.readers)
+        verdict = Verdict(cause is None, cause)
+        self._send(route, attempt, verdict)
+        if cause is None:
+            self._set = self._set or body.readers
+            reader = self._readers.setdefault(body.readers.reader_index, _Reader(attempt, route, self._active))
+            reader.through = reader.through or reader.attempt == attempt
+            self._finish_when_through()
+        return verdict
+
+    def on_abort(self, route: bytes, attempt: int, body: Abort) -> None:
+        """Answer always; end the request when the abort comes from a reader that still needs it."""
+        self._send(route, attempt, AbortAck())
+        reader = self._readers.get(body.readers.reader_index)
+        stranger = self._set is not None and not self._set.agrees(body.readers)
+        if self._state.now.is_final or stranger or (reader and (reader.attempt != attempt or reader.through)):
+            return
+        if reader:
+            reader.through = True
+        self._end(SenderState.ABORTED, body.cause.at("", self._rank.worker_id))
+
+    def expire(self, now: float) -> None:
+        """End the request when nobody has touched its published pages for a lease."""
+        if self._publications and not self._state.now.is_final and now - self._active > self._rank.lease_s:
+            text = f"no reader was heard for {now - self._active:.1f} s (PDLINK_PUBLICATION_LEASE_S)"
+            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _layers(self, group: str, layers: Mapping[str, Iterable[int]] | None) -> dict[str, tuple[int, ...]]:
+        members = self._rank.layout.page_group(group).components
+        mine = {name: self._rank.owned.get(name, ()) for name in members}
+        if layers is None:
+            return {name: ids for name, ids in mine.items() if ids}
+        chosen = {name: tuple(sorted(ids)) for name, ids in layers.items()}
+        for name, ids in chosen.items():
+            strange = sorted(set(ids) - set(mine.get(name, ())))
+            if strange:
+                raise InvalidInput(
+                    f"{self._rank.worker_id} cannot publish {name!r} layers {strange} in page group {group!r}; it owns "
+                    f"{list(mine.get(name, ()))}"
+                )
+        return {name: ids for name, ids in chosen.items() if ids}
+
+    def _check(
+        self, group: str, pages: Int64Array, layers: Mapping[str, tuple[int, ...]], aux: bytes | None, last: bool
+    ) -> None:
+        if aux is not None and not last:
+            raise InvalidInput(f"transfer {self.transfer_id!r}: aux goes with the last publish")
+        if aux is not None and len(aux) > self._rank.max_aux_bytes:
+            raise InvalidInput(f"aux of {len(aux)} bytes is over the limit of {self._rank.max_aux_bytes}")
+        for name, ids in layers.items():
+            for layer in ids:
+                limit = self._rank.regions[name, layer].num_pages
+                if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < limit):
+                    raise InvalidInput(
+                        f"transfer {self.transfer_id!r} publishes pages {int(pages.min())}..{int(pages.max())} of a "
+                        f"pool of {limit} pages ({name!r} layer {layer})"
+                    )
+
+    def _append(
+        self,
+        group: str,
+        pages: Int64Array,
+        start: int,
+        layers: Mapping[str, tuple[int, ...]],
+        last: bool,
+        aux: bytes | None,
+    ) -> None:
+        aux = aux if self._rank.is_aux_owner else None
+        cuts = range(0, max(1, len(pages)), MAX_PAGES_PER_FRAME)
+        for cut in cuts:
+            ids = pages[cut : cut + MAX_PAGES_PER_FRAME].copy()
+            ends = last and cut == cuts[-1]
+            self._publications.append(
+                Publication(
+                    len(self._publications),
+                    group,
+                    start + cut,
+                    ids,
+                    layers if len(ids) else {},
+                    next(self._rank.generations),
+                    ends,
+                    aux if ends else None,
+                    self._digests(layers, ids),
+                )
+            )
+
+    def _digests(self, layers: Mapping[str, tuple[int, ...]], pages: Int64Array) -> Digests | None:
+        if not self._rank.verify_digests or not len(pages) or not layers:
+            return None
+        regions = [self._rank.regions[name, layer] for name, ids in layers.items() for layer in ids]
+        return page_digests(regions, pages)
+
+    def _announce(self) -> None:
+        for reader in self._readers.values():
+            for publication in self._publications[reader.seen :] if not reader.through else ():
+                self._send(reader.route, reader.attempt, publication.ready())
+            reader.seen = max(reader.seen, len(self._publications))
+
+    def _refusal(self, readers: ReaderSet, attempt: int) -> Failure | None:
+        if self._set and not self._set.agrees(readers):
+            return self._other_set(readers)
+        if self._state.now.is_final:
+            return self.failure or Failure(FailureReason.STALE, f"transfer {self.transfer_id!r} has been released")
+        reader = self._readers.get(readers.reader_index)
+        if reader and reader.through and reader.attempt != attempt:
+            text = f"reader {readers.reader_index} has released transfer {self.transfer_id!r} already"
+            return Failure(FailureReason.STALE, text)
+        return None
+
+    def _other_set(self, readers: ReaderSet) -> Failure:
+        assert self._set is not None
+        return Failure(
+            FailureReason.DUPLICATE,
+            f"transfer {self.transfer_id!r} is read by {self._set.decode_instance!r} with {self._set.num_readers} "
+            f"readers; {readers.decode_instance!r} with {readers.num_readers} readers asks for it too",
+            fix="give every live request a transfer id of its own",
+        )
+
+    def _is_silent(self, reader: _Reader, now: float) -> bool:
+        return now - reader.heard > min(self._rank.lease_s, SILENT_AFTER_S)
+
+    def _changed(self, pulled: Mapping[int, int]) -> Failure | None:
+        for sequence, generation in pulled.items():
+            current = self._publications[sequence].generation if sequence < len(self._publications) else None
+            if current != generation:
+                text = f"pages of publication {sequence} were taken back while they were read (generation {generation}"
+                why = f": {self.failure.text}" if self.failure else ""
+                return Failure(FailureReason.GENERATION, f"{text}, now {current}){why}", self._rank.worker_id)
+        return None
+
+    def _finish_when_through(self) -> None:
+        if self._set is None or self._state.now is not SenderState.PUBLISHED:
+            return
+        if sum(one.through for one in self._readers.values()) == self._set.num_readers:
+            self._end(SenderState.RELEASED, None)
+
+    def _end(self, state: SenderState, cause: Failure | None) -> None:
+        if cause:
+            self.failure = cause.at(self._state.now, self._rank.worker_id)
+        # Generations first: once the state is final the engine may reuse the pages.
+        for publication in self._publications:
+            publication.generation = next(self._rank.generations)
+        for reader in self._readers.values():
+            if self.failure and not reader.through:
+                self._send(reader.route, reader.attempt, Failed(self.failure))
+        self.ended_at = self._clock()
+        self._state.advance(state)
+
+
+SILENT_AFTER_S = 15.0
+"""A reader that has not repeated its subscribe for this long no longer keeps a new attempt of its own waiting."""

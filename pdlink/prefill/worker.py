@@ -1,0 +1,347 @@
+"""Owns one prefill rank as the link sees it: its registration, its control socket and its live requests.
+
+It holds no request's state (see `sender`) and moves no byte: decode pulls. Frames come in on the control loop's thread;
+engine calls come from any thread; one lock orders them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pdlink.address import Address, advertised
+from pdlink.backends.base import Backend
+from pdlink.bootstrap import compat
+from pdlink.bootstrap.client import RegistrationKeeper
+from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration, Side
+from pdlink.config import Settings
+from pdlink.control.frames import (
+    Abort,
+    AbortAck,
+    Body,
+    Frame,
+    Ping,
+    Pong,
+    Refused,
+    Release,
+    Subscribe,
+    Subscribed,
+    Verdict,
+)
+from pdlink.control.loop import ControlLoop
+from pdlink.errors import DuplicateTransfer, InvalidInput, LayoutError, StateError
+from pdlink.events import Events
+from pdlink.layout.components import CacheLayout
+from pdlink.layout.fingerprint import Fingerprint, fingerprint
+from pdlink.layout.layer_plan import LayerPlan, OwnedLayers, PlanKind
+from pdlink.layout.parallel import ParallelSizes, RankCoordinates
+from pdlink.layout.regions import Region, check_region
+from pdlink.prefill.leases import ExpiringBook, VerdictBook
+from pdlink.prefill.sender import RankFacts, Send, Sender
+from pdlink.transfer.failure import Failure, FailureReason
+
+log = logging.getLogger("pdlink.prefill")
+
+HOUSEKEEPING_S = 0.25
+
+
+@dataclass(frozen=True)
+class PrefillRank:
+    """What an engine says of one prefill rank.
+
+    `owned` and `regions` must agree: one region for each owned (component, layer), none for others; their memory stays
+    mapped until the worker is closed. `kinds` says per component whether the instance splits or replicates it.
+    """
+
+    instance: str
+    layout: CacheLayout
+    sizes: ParallelSizes
+    rank: RankCoordinates
+    kinds: Mapping[str, PlanKind]
+    owned: OwnedLayers
+    regions: Sequence[Region]
+    protocol: ProtocolRange = PROTOCOL
+    incarnation: int = field(default_factory=time.time_ns)
+
+    @property
+    def worker_id(self) -> str:
+        return f"{self.instance}/{self.rank}"
+
+
+@dataclass(slots=True)
+class _Early:
+    """Frames of a request that the engine has not opened yet, the newest per reader."""
+
+    frames: dict[int, tuple[bytes, int, Subscribe | Release | Abort]] = field(default_factory=dict)
+    refusal: Failure | None = None
+
+
+class PrefillWorker:
+    """One prefill rank. `open` a request, publish through the `Sender` it returns. `close` twice is fine."""
+
+    def __init__(
+        self, rank: PrefillRank, settings: Settings, loop: ControlLoop, backends: Mapping[str, Backend], events: Events
+    ) -> None:
+        self.rank = rank
+        self.events = events
+        self._settings = settings
+        self._loop = loop
+        self._backends = backends
+        self._lock = threading.RLock()
+        self._side = Side(rank.protocol, fingerprint(rank.layout))
+        self._facts = _facts(rank, settings)
+        self._senders: dict[str, Sender] = {}
+        self._early: ExpiringBook[str, _Early] = ExpiringBook(settings.publication_lease_s, settings.max_transfers)
+        self._verdicts: VerdictBook = ExpiringBook(settings.verdict_ttl_s, settings.max_transfers)
+        self._closed = False
+        for region in rank.regions:
+            for backend in backends.values():
+                backend.register(region)
+        self._server = loop.bind(Address(settings.bind_host, 0), self._on_frame)
+        self._timer = loop.call_later(HOUSEKEEPING_S, self._housekeep)
+        self._keeper: RegistrationKeeper | None = None
+
+    @property
+    def control_endpoint(self) -> Address:
+        return advertised(self._server.address, self._settings.advertise_host)
+
+    @property
+    def num_senders(self) -> int:
+        """Requests that are open or still remembered."""
+        return len(self._senders)
+
+    def registration(self) -> Registration:
+        """What this rank tells the bootstrap service."""
+        info = RankInfo(
+            self.rank.worker_id,
+            self.rank.incarnation,
+            self.rank.rank,
+            {name: tuple(ids) for name, ids in self.rank.owned.items()},
+            tuple(self.rank.regions),
+            self.control_endpoint,
+            {name: backend.endpoint() for name, backend in self._backends.items()},
+        )
+        rank = self.rank
+        return Registration(rank.instance, rank.protocol, rank.layout, rank.sizes, dict(rank.kinds), info)
+
+    def register(self, bootstraps: Sequence[Address]) -> None:
+        """Register with every bootstrap address and keep registered until `close`."""
+        self._keeper = RegistrationKeeper(self.registration(), bootstraps, self._settings)
+
+    def open(self, transfer_id: str) -> Sender:
+        """Start a request. Readers may have subscribed before.
+
+        Raises `DuplicateTransfer` when a live request has this id, `InvalidInput` for an unusable id, `StateError`
+        after `close` or when `max_transfers` are live.
+        """
+        if not transfer_id or len(transfer_id.encode()) > 256:
+            raise InvalidInput(f"transfer id {transfer_id[:64]!r} must have 1 to 256 bytes")
+        with self._lock:
+            if self._closed:
+                raise StateError(f"prefill worker {self.rank.worker_id} is closed")
+            known = self._senders.get(transfer_id)
+            if known and not known.poll().is_final:
+                raise DuplicateTransfer(
+                    f"transfer {transfer_id!r} is {known.poll()} on {self.rank.worker_id} already; give every live "
+                    "request an id of its own"
+                )
+            if known is None and len(self._senders) >= self._settings.max_transfers:
+                raise StateError(f"{len(self._senders)} transfers are live (PDLINK_MAX_TRANSFERS)")
+            sender = Sender(transfer_id, self._facts, self._sender_send(transfer_id), self._loop.clock, self._lock)
+            self._senders[transfer_id] = sender
+            early = self._early.pop(transfer_id, self._loop.clock())
+            if early:
+                self._replay(sender, early)
+            return sender
+
+    def close(self) -> None:
+        """End every live request, tell readers and the bootstrap service, release the backends' regions."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sender in self._senders.values():
+                sender.abort(f"prefill worker {self.rank.worker_id} is closing")
+        self._timer.cancel()
+        if self._keeper:
+            self._keeper.close()
+        self._server.close()
+        for region in self.rank.regions:
+            for backend in self._backends.values():
+                backend.deregister(region)
+
+    # --- frames, on the loop's thread ---------------------------------------------------------------
+
+    def _on_frame(self, route: bytes, frame: Frame) -> None:
+        body = frame.body
+        with self._lock:
+            if self._closed:
+                return
+            if isinstance(body, Ping):
+                self._server.send(route, Frame("", 0, Pong(body.nonce, self.rank.incarnation)))
+            elif isinstance(body, Subscribe):
+                self._on_subscribe(route, frame, body)
+            elif isinstance(body, Release):
+                self._on_release(route, frame, body)
+            elif isinstance(body, Abort):
+                self._on_abort(route, frame, body)
+            else:
+                self.events.emit("control.unexpected", worker_id=self.rank.worker_id, kind=type(body).__name__)
+
+    def _on_subscribe(self, route: bytes, frame: Frame, body: Subscribe) -> None:
+        sender = self._senders.get(frame.transfer_id)
+        refusal = self._refusal(body)
+        if refusal:
+            self._reply(route, frame, Refused(refusal))
+            self.events.emit("transfer.refused", worker_id=self.rank.worker_id, reason=refusal.reason.value)
+            if refusal.reason is FailureReason.INCOMPATIBLE:
+                self._refuse(frame.transfer_id, sender, refusal)
+            return
+        if self._verdicts.get((frame.transfer_id, frame.attempt), self._loop.clock()):
+            return  # a late duplicate of an attempt that is over
+        if sender and not sender.is_over_for(body.readers.reader_index, frame.attempt):
+            sender.on_subscribe(route, frame.attempt, body)
+            return
+        self._keep_early(route, frame, body, body.readers.reader_index)
+        self._reply(route, frame, Subscribed(self.rank.incarnation, 0, False))
+
+    def _on_release(self, route: bytes, frame: Frame, body: Release) -> None:
+        key = (frame.transfer_id, frame.attempt)
+        now = self._loop.clock()
+        known = self._verdicts.get(key, now)
+        sender = self._senders.get(frame.transfer_id)
+        if known:
+            self._reply(route, frame, known)
+        elif sender and (body.pulled or not sender.poll().is_final):
+            self._verdicts.put(key, sender.on_release(route, frame.attempt, body), now)
+        else:
+            verdict = self._verdict_without_request(body)
+            self._verdicts.put(key, verdict, now)
+            self._reply(route, frame, verdict)
+            if verdict.unchanged:
+                self._keep_early(route, frame, body, body.readers.reader_index)
+
+    def _on_abort(self, route: bytes, frame: Frame, body: Abort) -> None:
+        sender = self._senders.get(frame.transfer_id)
+        if sender and not sender.poll().is_final:
+            sender.on_abort(route, frame.attempt, body)
+            return
+        self._reply(route, frame, AbortAck())
+        early = self._early.get(frame.transfer_id, self._loop.clock())
+        kept = early.frames.get(body.readers.reader_index) if early else None
+        if sender is None and (kept is None or kept[1] == frame.attempt):
+            self._keep_early(route, frame, body, body.readers.reader_index)
+
+    def _refusal(self, body: Subscribe) -> Failure | None:
+        """Protocol, then fingerprint, then who is meant: the order in which both sides check."""
+        theirs = body.fingerprint
+        if theirs is None and body.fingerprint_digest == self._side.fingerprint.digest:
+            theirs = self._side.fingerprint
+        if theirs is None:
+            theirs = Fingerprint((("fingerprint", body.fingerprint_digest.hex()),))
+        mismatches = compat.check(self._side, Side(body.protocol, theirs))
+        if mismatches:
+            return Failure.incompatible(mismatches, body.readers.decode_instance, "subscribe")
+        if body.incarnation != self.rank.incarnation:
+            text = (
+                f"{self.rank.worker_id} has incarnation {self.rank.incarnation}, the subscribe means "
+                f"{body.incarnation}: the process was replaced"
+            )
+            return Failure(FailureReason.STALE, text, self.rank.worker_id, "subscribe", "resolve again")
+        return None
+
+    def _refuse(self, transfer_id: str, sender: Sender | None, refusal: Failure) -> None:
+        """Fail this end too: the open request, or the one that the engine will open."""
+        if sender and not sender.poll().is_final:
+            sender.fail(refusal)
+        elif sender is None:
+            self._early.put(transfer_id, _Early(refusal=refusal), self._loop.clock())
+
+    def _verdict_without_request(self, body: Release) -> Verdict:
+        if not body.pulled:
+            return Verdict(True)
+        text = f"{self.rank.worker_id} does not know this request (any more), so it cannot vouch for its pages"
+        return Verdict(False, Failure(FailureReason.STALE, text, self.rank.worker_id, "confirming"))
+
+    def _keep_early(self, route: bytes, frame: Frame, body: Subscribe | Release | Abort, reader_index: int) -> None:
+        now = self._loop.clock()
+        early = self._early.get(frame.transfer_id, now) or _Early()
+        early.refusal = None
+        early.frames[reader_index] = (route, frame.attempt, body)
+        self._early.put(frame.transfer_id, early, now)
+
+    def _replay(self, sender: Sender, early: _Early) -> None:
+        if early.refusal:
+            sender.fail(early.refusal)
+        for route, attempt, body in early.frames.values():
+            if isinstance(body, Subscribe):
+                sender.on_subscribe(route, attempt, body)
+            elif isinstance(body, Release):
+                sender.on_release(route, attempt, body)
+            else:
+                sender.on_abort(route, attempt, body)
+
+    def _reply(self, route: bytes, frame: Frame, body: Body) -> None:
+        self._server.send(route, Frame(frame.transfer_id, frame.attempt, body))
+
+    def _sender_send(self, transfer_id: str) -> Send:
+        def send(route: bytes, attempt: int, body: Body) -> None:
+            self._server.send(route, Frame(transfer_id, attempt, body))
+
+        return send
+
+    def _housekeep(self) -> None:
+        now = self._loop.clock()
+        with self._lock:
+            if self._closed:
+                return
+            self._timer = self._loop.call_later(HOUSEKEEPING_S, self._housekeep)
+            for transfer_id, sender in list(self._senders.items()):
+                sender.expire(now)
+                if sender.ended_at is not None and now - sender.ended_at > self._settings.verdict_ttl_s:
+                    del self._senders[transfer_id]
+            self._early.expire(now)
+            self._verdicts.expire(now)
+
+
+def _facts(rank: PrefillRank, settings: Settings) -> RankFacts:
+    held: dict[tuple[str, int], Region] = {}
+    for region in rank.regions:
+        check_region(region, rank.layout)
+        held[region.component, region.layer] = region
+    for name, ids in rank.owned.items():
+        missing = [layer for layer in ids if (name, layer) not in held]
+        if missing:
+            raise LayoutError(f"{rank.worker_id} owns {name!r} layers {missing} but gives no region for them")
+    rank.sizes.check(rank.rank)
+    return RankFacts(
+        rank.worker_id,
+        rank.incarnation,
+        rank.layout,
+        rank.owned,
+        held,
+        is_aux_owner(rank.layout, rank.owned, rank.rank),
+        settings.max_aux_bytes,
+        settings.publication_lease_s,
+        settings.verify_digests,
+        # Generations of two lives of a worker never meet, because each counts from its own start time.
+        itertools.count(rank.incarnation),
+    )
+
+
+def is_aux_owner(layout: CacheLayout, owned: OwnedLayers, rank: RankCoordinates) -> bool:
+    """Whether a rank may be the elected one: it owns the last layer of the first component, at tp 0.
+
+    Of several such ranks (replicated plans) the one with the least coordinates is elected; see `elect_aux_owner`.
+    """
+    first = next(one for one in layout.components if not one.is_draft)
+    return rank.tp == 0 and bool(first.layers) and first.layers[-1] in owned.get(first.name, ())
+
+
+def elect_aux_owner(layout: CacheLayout, plan: LayerPlan, dp: int) -> RankCoordinates:
+    """The rank whose last Ready carries the aux of a request of one dp group."""
+    return min(rank for rank, owned in plan.owned.items() if rank.dp == dp and is_aux_owner(layout, owned, rank))
