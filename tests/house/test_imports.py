@@ -100,7 +100,7 @@ def test_an_import_to_the_left_is_allowed() -> None:
 
 
 def test_a_package_that_is_in_no_layer_is_noticed() -> None:
-    with pytest.raises(KeyError, match="add pdlink.misc to LAYERS"):
+    with pytest.raises(KeyError, match=r"add pdlink\.misc to LAYERS"):
         wrong_direction(Module("pdlink.misc.things", "import pdlink"))
 
 
