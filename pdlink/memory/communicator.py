@@ -1,0 +1,152 @@
+"""Owns one process group for the ranks that share a layer split, and counts what it moves. It knows no layers.
+
+The group is pdlink's own: an engine's communicator may be disabled, busy or of another rank order. Ranks inside the
+shard group ("shard ranks") and ranks of the world ("global ranks") are translated here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, PdlinkError, StateError
+
+DEFAULT_TIMEOUT_S = 30.0
+
+
+class Communicator(Protocol):
+    """What a reader needs. Every call but `announce` and `close` is collective and returns in bounded time."""
+
+    global_ranks: tuple[int, ...]
+    rank: int
+    nbytes_broadcast: int
+    nbytes_gathered: int
+
+    def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
+        """int64 [n] of each shard rank -> int64 [num_ranks, n] on all. Raises `DeadlineExceeded`, `IntegrityError`."""
+
+    def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
+        """Fill `data` on every rank from shard rank `root`. Raises `DeadlineExceeded`, `IntegrityError`."""
+
+    def announce(self, record: torch.Tensor) -> None:
+        """Take part in the next `gather` of the others without waiting for them."""
+
+    def close(self) -> None: ...
+
+
+class GroupCommunicator:
+    """A `torch.distributed` group of `global_ranks`, which are listed in shard rank order.
+
+    Creating it is collective over those ranks only; other ranks of the world need not call. Every wait ends after
+    `timeout_s`. Once a wait has failed, the group's connections are undefined: every later call raises the first
+    failure again. One thread at a time.
+    """
+
+    def __init__(
+        self, global_ranks: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str = "gloo"
+    ) -> None:
+        if not dist.is_initialized():
+            raise StateError("torch.distributed is not initialized; call init_process_group before opening a reader")
+        self.global_ranks = tuple(int(rank) for rank in global_ranks)
+        me, size = dist.get_rank(), dist.get_world_size()
+        if len(set(self.global_ranks)) != len(self.global_ranks) or not all(
+            0 <= rank < size for rank in self.global_ranks
+        ):
+            raise InvalidInput(f"shard group {list(self.global_ranks)} is not a set of ranks of a world of {size}")
+        if me not in self.global_ranks:
+            raise InvalidInput(
+                f"global rank {me} is not in its shard group {list(self.global_ranks)}; give global ranks, not ranks "
+                "inside the group"
+            )
+        if timeout_s <= 0:
+            raise InvalidInput(f"timeout_s={timeout_s} must be positive")
+        self.rank = self.global_ranks.index(me)
+        self.timeout_s = timeout_s
+        self.nbytes_broadcast = 0
+        self.nbytes_gathered = 0
+        self._announcements: list[dist.Work] = []
+        self._failure: PdlinkError | None = None
+        try:
+            self._group: dist.ProcessGroup | None = dist.new_group(
+                ranks=sorted(self.global_ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc="pdlink",
+            )
+        except RuntimeError as exc:
+            raise DeadlineExceeded(
+                f"shard group {list(self.global_ranks)} did not form within {timeout_s:g} s: {_first_line(exc)}"
+            ) from exc
+        # torch orders a group by global rank; shard ranks may be listed otherwise.
+        self._order = [sorted(self.global_ranks).index(rank) for rank in self.global_ranks]
+
+    def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
+        group = self._usable(what)
+        every = [torch.zeros_like(record) for _ in self.global_ranks]
+        try:
+            dist.all_gather(every, record, group=group)
+        except RuntimeError as exc:
+            raise self._broken(exc, what) from exc
+        self.nbytes_gathered += record.nbytes * len(every)
+        return torch.stack([every[index] for index in self._order])
+
+    def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
+        group = self._usable(what)
+        try:
+            dist.broadcast(data, src=self.global_ranks[root], group=group)
+        except RuntimeError as exc:
+            raise self._broken(exc, what) from exc
+        self.nbytes_broadcast += data.nbytes
+
+    def announce(self, record: torch.Tensor) -> None:
+        if self._group is None or self._failure is not None:
+            return
+        every = [torch.zeros_like(record) for _ in self.global_ranks]
+        # A group that is broken already has told the others by itself.
+        with contextlib.suppress(RuntimeError):
+            work = dist.all_gather(every, record, group=self._group, async_op=True)
+            if work is not None:
+                self._announcements.append(work)
+
+    def close(self) -> None:
+        """Wait (at most `timeout_s`) until announcements are heard, and leave the group; twice is fine."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        for work in self._announcements:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+        self._announcements.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _usable(self, what: str) -> dist.ProcessGroup:
+        if self._group is None:
+            raise StateError(f"{what}: the communicator of shard group {list(self.global_ranks)} is closed")
+        if self._failure is not None:
+            raise IntegrityError(f"{what}: the shard group has failed before: {self._failure}") from self._failure
+        return self._group
+
+    def _broken(self, exc: RuntimeError, what: str) -> PdlinkError:
+        others = ", ".join(str(rank) for rank in self.global_ranks if rank != self.global_ranks[self.rank])
+        text = _first_line(exc)
+        if "imed out" in text or "imeout" in text:
+            self._failure = DeadlineExceeded(
+                f"{what}: no answer from the shard group (global ranks {others}) within {self.timeout_s:g} s; a rank "
+                "has stopped, or does not make this call"
+            )
+        else:
+            self._failure = IntegrityError(
+                f"{what}: lost the shard group (global ranks {others}): {text}; a rank has ended or given up"
+            )
+        return self._failure
+
+
+def _first_line(exc: BaseException) -> str:
+    return str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__

@@ -1,0 +1,71 @@
+"""Owns the memory of the layers of one rank: shared segments, the tensors over them and their regions. No reads."""
+
+from __future__ import annotations
+
+import torch
+
+from pdlink.errors import LayoutError, StateError
+from pdlink.layout import CacheLayout, OwnedLayers, Region
+from pdlink.memory.allocate import Allocation, allocate
+from pdlink.memory.forward import LayerKey
+
+
+class OwnedRegions:
+    """Owned layers at full size, `num_pages` pages each, zero-filled; nothing for others.
+
+    The layers of a component share one segment. Raises `LayoutError` for layers that the layout lacks and
+    `BackendUnavailable` when shared memory runs out, with nothing left behind.
+    """
+
+    def __init__(self, layout: CacheLayout, owned: OwnedLayers, num_pages: int) -> None:
+        self._allocations: list[Allocation] = []
+        self._tensors: dict[LayerKey, torch.Tensor] = {}
+        self._regions: list[Region] = []
+        for name, layers in owned.items():
+            strange = sorted(set(layers) - set(layout.component(name).layers))
+            if strange or len(set(layers)) != len(layers):
+                raise LayoutError(f"owned layers {list(layers)} of {name!r} are not distinct layers of the layout")
+        try:
+            for name, layers in owned.items():
+                if layers:
+                    self._allocate(layout, name, layers, num_pages)
+        except BaseException:
+            self.close()
+            raise
+        self.nbytes = sum(one.nbytes for one in self._allocations)
+        self._closed = False
+
+    def __contains__(self, key: LayerKey) -> bool:
+        return key in self._tensors
+
+    def tensor(self, key: LayerKey) -> torch.Tensor:
+        """uint8 [num_pages, page_bytes] over the owned memory. Raises `LayoutError` when not owned."""
+        if self._closed:
+            raise StateError("the pool is closed")
+        try:
+            return self._tensors[key]
+        except KeyError:
+            raise LayoutError(f"this rank does not own {key[0]!r} layer {key[1]}") from None
+
+    def regions(self) -> tuple[Region, ...]:
+        """One region for every owned layer, for registration with a transport."""
+        return tuple(self._regions)
+
+    def close(self) -> None:
+        """Give the memory back; tensors that are still held keep theirs. Twice is fine."""
+        self._closed = True
+        self._tensors.clear()
+        self._regions.clear()
+        for one in self._allocations:
+            one.close()
+
+    def _allocate(self, layout: CacheLayout, name: str, layers: tuple[int, ...], num_pages: int) -> None:
+        page_bytes = layout.component(name).page_bytes
+        region_nbytes = num_pages * page_bytes
+        allocation = allocate(region_nbytes * len(layers))
+        self._allocations.append(allocation)
+        stacked = allocation.tensor.view(len(layers), num_pages, page_bytes)
+        for index, layer in enumerate(layers):
+            self._tensors[name, layer] = stacked[index]
+            address = allocation.address + index * region_nbytes
+            self._regions.append(Region(name, layer, address, page_bytes, page_bytes, num_pages))
