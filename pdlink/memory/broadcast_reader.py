@@ -27,7 +27,7 @@ from pdlink.memory.lockstep import (
     unpack,
 )
 from pdlink.memory.owners import ShardOwners
-from pdlink.memory.token_rows import copy_rows
+from pdlink.memory.token_rows import copy_rows, put_pages
 
 
 class BroadcastReader:
@@ -125,7 +125,7 @@ class BroadcastReader:
             return
         self._check_trailer(step, trailer, what, owner)
         full = live.num_full
-        scratch.index_copy_(0, page_ids[:full], rows[:full])
+        put_pages(scratch, page_ids[:full], rows[:full])
         position, row = (torch.from_numpy(one) for one in live.partial_rows())
         copy_rows(component, rows, position, scratch, page_ids[position], row)
 

@@ -7,6 +7,7 @@ shard group ("shard ranks") and ranks of the world ("global ranks") are translat
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol
@@ -134,7 +135,7 @@ class GroupCommunicator:
         return self._group
 
     def _broken(self, exc: RuntimeError, what: str) -> PdlinkError:
-        others = ", ".join(str(rank) for rank in self.global_ranks if rank != self.global_ranks[self.rank])
+        others = ", ".join(str(rank) for at, rank in enumerate(self.global_ranks) if at != self.rank)
         text = _first_line(exc)
         if "imed out" in text or "imeout" in text:
             self._failure = DeadlineExceeded(
@@ -149,4 +150,6 @@ class GroupCommunicator:
 
 
 def _first_line(exc: BaseException) -> str:
-    return str(exc).strip().splitlines()[0] if str(exc).strip() else type(exc).__name__
+    """What gloo says, without the place in its source and its advice."""
+    text = re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", str(exc).strip())
+    return text.splitlines()[0].split(". ")[0] if text else type(exc).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class LivePages:
     def page_size(self) -> int:
         return int(self.rows.shape[1])
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """63 bits over page ids and rows."""
         return digest63(self.page_ids.tobytes(), np.packbits(self.rows).tobytes())

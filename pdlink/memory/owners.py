@@ -54,9 +54,25 @@ class ShardOwners:
         """Components of which `rank` reads at least one layer from another rank."""
         return frozenset(component for (component, _), owner in self.table.items() if owner not in (rank, EVERYONE))
 
+    def split_components(self) -> tuple[str, ...]:
+        """Components with at least one split layer, sorted."""
+        return tuple(sorted({key[0] for key in self.table if self.is_split(key)}))
+
+    def check_owned(self, rank: int, owned: OwnedLayers) -> None:
+        """Raise `LayoutError` unless `owned` is what `rank` owns by this table."""
+        table = self.of_rank(rank)
+        for name in sorted({*owned, *table}):
+            if tuple(sorted(owned.get(name, ()))) != table.get(name, ()):
+                raise LayoutError(
+                    f"shard rank {rank} is to own {name!r} layers {list(owned.get(name, ()))}, the owner table says "
+                    f"{list(table.get(name, ()))}"
+                )
+
     def is_split(self, key: LayerKey) -> bool:
-        """Whether exactly one rank of several has the layer, so that the others must fetch it."""
-        return self.num_ranks > 1 and self.owner(key) != EVERYONE
+        """Whether exactly one rank of several has the layer, so that the others must fetch it.
+
+        False for a layer of another stage: no rank of the group has that."""
+        return self.num_ranks > 1 and self.table.get(key, EVERYONE) != EVERYONE
 
     def owner(self, key: LayerKey) -> int:
         """Rank inside the shard group, or `EVERYONE`. Raises `LayoutError` for a layer of another stage."""
@@ -81,5 +97,4 @@ def scratch_nbytes(layout: CacheLayout, owners: ShardOwners, rank: int, num_page
 
     They have room for every page, because a page keeps its position in them.
     """
-    remote = owners.remote_components(rank) if owners.num_ranks > 1 else frozenset()
-    return sum(layout.component(name).page_bytes * num_pages * scratch_slots for name in remote)
+    return sum(layout.component(name).page_bytes * num_pages * scratch_slots for name in owners.remote_components(rank))

@@ -6,6 +6,8 @@ several places of the page.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from pdlink.errors import LayoutError
@@ -23,7 +25,7 @@ def read_rows(
     """
     unit = _unit(component, field)
     rows = _view(pages, component, field, unit)[page, row]
-    return rows.reshape(len(page), -1).view(torch.uint8)
+    return rows.reshape(len(page), field.token_bytes // unit).view(torch.uint8)
 
 
 def write_rows(
@@ -32,10 +34,25 @@ def write_rows(
     """Put `data`, uint8 [n, token_bytes], at (page[i], row[i]) of `field`. Of rows named twice, either may win."""
     unit = _unit(component, field)
     data = data.contiguous()
-    if data.data_ptr() % unit:
+    if data.data_ptr() % unit or data.storage_offset() % unit:
         data = data.clone()
     typed = data.view(unit_dtype(unit)).view(len(page), field.num_heads, field.bytes_per_token // unit)
     _view(pages, component, field, unit)[page, row] = typed
+
+
+def put_fields(
+    pages: torch.Tensor, component: Component, slots: torch.Tensor, fields: Mapping[str, torch.Tensor]
+) -> None:
+    """Put rows of several fields at `slots` (int64 [n], page * page_size + row)."""
+    page, row = split_slots(slots, component.page_size)
+    for name, data in fields.items():
+        write_rows(pages, component, component.field(name), page, row, data)
+
+
+def put_pages(target: torch.Tensor, page_ids: torch.Tensor, pages: torch.Tensor) -> None:
+    """Copy `pages`, uint8 [n, page_bytes], to `page_ids` (int64 [n]) of `target`, padding and all."""
+    dtype = unit_dtype(next((unit for unit, _ in _UNITS if target.shape[1] % unit == 0), 1))
+    target.view(dtype).index_copy_(0, page_ids, pages.view(dtype))
 
 
 def copy_rows(
