@@ -34,9 +34,12 @@ class Settings(BaseModel):
     resolve_timeout_s: Seconds = Field(5.0, description="one resolve against one bootstrap address")
     connect_timeout_s: Seconds = Field(5.0, description="a transport's connect to one owner")
     subscribe_timeout_s: Seconds = Field(10.0, description="first answer of an owner to a subscribe")
-    progress_timeout_s: Seconds = Field(60.0, description="longest time without any progress of a transfer")
+    progress_timeout_s: Seconds = Field(60.0, description="longest pause between pages once pages have come")
     transfer_timeout_s: Seconds = Field(300.0, description="a whole transfer, from open to its end")
     confirm_timeout_s: Seconds = Field(5.0, description="the verdicts of all owners after the last byte")
+    abort_ack_timeout_s: Seconds = Field(1.0, description="wait for owners to acknowledge an abort")
+    liveness_timeout_s: Seconds = Field(15.0, description="longest silence of an owner that is asked again and again")
+    keepalive_interval_s: Seconds = Field(4.0, description="repeat of an answered subscribe, as a sign of life")
     drain_timeout_s: Seconds = Field(20.0, description="quarantine of destination pages after a failure")
     resend_interval_s: Seconds = Field(0.5, description="repeat of an unanswered subscribe, release or abort")
 

@@ -60,7 +60,7 @@ class Ready:
     """Prefill -> decode: pages of layers that are final, in the page positions from `start_page` on.
 
     `page_ids` is int64 [n] of the prefill rank's own pool; `aux` is None except with `last` of the elected owner;
-    `digests` is uint64 [n] or None.
+    `digests` is None or uint64 [rows, n], its rows in the order of `cells_in_order(layers)`.
     """
 
     sequence: int

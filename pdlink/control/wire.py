@@ -172,16 +172,19 @@ def _ready(message: pb.Ready) -> fr.Ready:
     _need(len(message.page_ids) % 4 == 0, f"page ids of {len(message.page_ids)} bytes are not whole 4-byte ids")
     pages = np.frombuffer(message.page_ids, dtype="<u4").astype(np.int64)
     _need(len(message.aux) <= MAX_AUX_BYTES, f"aux of {len(message.aux)} bytes is over the limit of {MAX_AUX_BYTES}")
+    layers = _layers(message.layers)
     digests = None
     if message.digests:
-        _need(len(message.digests) == 8 * len(pages), f"{len(message.digests)} digest bytes for {len(pages)} pages")
-        digests = np.frombuffer(message.digests, dtype="<u8").astype(np.uint64)
+        num_rows = sum(len(ids) for ids in layers.values())
+        wanted = 8 * num_rows * len(pages)
+        _need(len(message.digests) == wanted, f"{len(message.digests)} digest bytes where {wanted} belong")
+        digests = np.frombuffer(message.digests, dtype="<u8").astype(np.uint64).reshape(num_rows, len(pages))
     return fr.Ready(
         message.sequence,
         message.group,
         message.start_page,
         pages,
-        _layers(message.layers),
+        layers,
         message.generation,
         message.last,
         message.aux if message.has_aux else None,

@@ -26,11 +26,12 @@ from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
 from pdlink.prefill.publication import Publication, PublishedPages
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests, page_digests
+from pdlink.transfer.digests import Digests, cells_in_order, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SENDER_MOVES, SenderState, StateCell
 
 MAX_PAGES_PER_FRAME = 1 << 16
+MAX_DIGESTS_PER_FRAME = 1 << 18
 Send: TypeAlias = Callable[[bytes, int, Body], None]
 """(route, attempt, body): hand a frame about this request to the I/O thread."""
 
@@ -260,9 +261,12 @@ class Sender:
         aux: bytes | None,
     ) -> None:
         aux = aux if self._rank.is_aux_owner else None
-        cuts = range(0, max(1, len(pages)), MAX_PAGES_PER_FRAME)
+        step = MAX_PAGES_PER_FRAME
+        if self._rank.verify_digests:
+            step = max(1, min(step, MAX_DIGESTS_PER_FRAME // max(1, sum(map(len, layers.values())))))
+        cuts = range(0, max(1, len(pages)), step)
         for cut in cuts:
-            ids = pages[cut : cut + MAX_PAGES_PER_FRAME].copy()
+            ids = pages[cut : cut + step].copy()
             ends = last and cut == cuts[-1]
             self._publications.append(
                 Publication(
@@ -281,8 +285,7 @@ class Sender:
     def _digests(self, layers: Mapping[str, tuple[int, ...]], pages: Int64Array) -> Digests | None:
         if not self._rank.verify_digests or not len(pages) or not layers:
             return None
-        regions = [self._rank.regions[name, layer] for name, ids in layers.items() for layer in ids]
-        return page_digests(regions, pages)
+        return page_digests([self._rank.regions[cell] for cell in cells_in_order(layers)], pages)
 
     def _announce(self) -> None:
         for reader in self._readers.values():

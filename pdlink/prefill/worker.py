@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pdlink.address import Address, advertised
 from pdlink.backends.base import Backend
 from pdlink.bootstrap import compat
-from pdlink.bootstrap.client import RegistrationKeeper
+from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration, Side
 from pdlink.config import Settings
 from pdlink.control.frames import (
@@ -36,8 +36,9 @@ from pdlink.control.loop import ControlLoop
 from pdlink.errors import DuplicateTransfer, InvalidInput, LayoutError, StateError
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
+from pdlink.layout.election import may_send_aux
 from pdlink.layout.fingerprint import Fingerprint, fingerprint
-from pdlink.layout.layer_plan import LayerPlan, OwnedLayers, PlanKind
+from pdlink.layout.layer_plan import OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import Region, check_region
 from pdlink.prefill.leases import ExpiringBook, VerdictBook
@@ -129,8 +130,15 @@ class PrefillWorker:
         return Registration(rank.instance, rank.protocol, rank.layout, rank.sizes, dict(rank.kinds), info)
 
     def register(self, bootstraps: Sequence[Address]) -> None:
-        """Register with every bootstrap address and keep registered until `close`."""
-        self._keeper = RegistrationKeeper(self.registration(), bootstraps, self._settings)
+        """Register with every bootstrap address and keep registered until `close`. Returns at once."""
+        keeper = RegistrationKeeper(self.registration(), bootstraps, self._settings, events=self.events)
+        self._keeper = keeper.start()
+
+    def wait_registered(self, timeout_s: float) -> None:
+        """Wait until one bootstrap has accepted the registration. Raises its refusal, or `DeadlineExceeded`."""
+        if self._keeper is None:
+            raise StateError(f"prefill worker {self.rank.worker_id} was not asked to register")
+        self._keeper.wait_registered(timeout_s)
 
     def open(self, transfer_id: str) -> Sender:
         """Start a request. Readers may have subscribed before.
@@ -324,24 +332,10 @@ def _facts(rank: PrefillRank, settings: Settings) -> RankFacts:
         rank.layout,
         rank.owned,
         held,
-        is_aux_owner(rank.layout, rank.owned, rank.rank),
+        may_send_aux(rank.layout, rank.owned, rank.rank),
         settings.max_aux_bytes,
         settings.publication_lease_s,
         settings.verify_digests,
         # Generations of two lives of a worker never meet, because each counts from its own start time.
         itertools.count(rank.incarnation),
     )
-
-
-def is_aux_owner(layout: CacheLayout, owned: OwnedLayers, rank: RankCoordinates) -> bool:
-    """Whether a rank may be the elected one: it owns the last layer of the first component, at tp 0.
-
-    Of several such ranks (replicated plans) the one with the least coordinates is elected; see `elect_aux_owner`.
-    """
-    first = next(one for one in layout.components if not one.is_draft)
-    return rank.tp == 0 and bool(first.layers) and first.layers[-1] in owned.get(first.name, ())
-
-
-def elect_aux_owner(layout: CacheLayout, plan: LayerPlan, dp: int) -> RankCoordinates:
-    """The rank whose last Ready carries the aux of a request of one dp group."""
-    return min(rank for rank, owned in plan.owned.items() if rank.dp == dp and is_aux_owner(layout, owned, rank))

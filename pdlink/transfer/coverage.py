@@ -61,6 +61,14 @@ class Coverage:
         self._landed[group][rows, start:stop] = True
         self._num_missing -= block.size
 
+    def first_unclaimed(self, group: str, rows: Int64Array) -> tuple[int, int] | None:
+        """(row, page position) of the first cell of `rows` that nobody has published, or None."""
+        block = self._claimed[group][rows]
+        if bool(block.all()):
+            return None
+        row, page = (int(one) for one in np.argwhere(~block)[0])
+        return int(rows[row]), page
+
     def first_missing(self) -> tuple[str, int, int] | None:
         """(group, row, page position) of the first cell that has not landed, or None."""
         for group, matrix in self._landed.items():

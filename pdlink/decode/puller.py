@@ -1,0 +1,155 @@
+"""Owns the thread that pulls from one prefill rank, because a backend's calls may block. It decides nothing.
+
+A pull is reported once, when it is quiet: with what went wrong, or None. Until then its destination pages are in use.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.registry import Choice, choose
+from pdlink.bootstrap.messages import RankInfo
+from pdlink.decode.merge import Pull
+from pdlink.errors import BackendError, PdlinkError, PeerGone
+from pdlink.layout.regions import Region
+from pdlink.transfer.digests import first_difference, page_digests
+from pdlink.transfer.failure import Failure, FailureReason
+
+log = logging.getLogger("pdlink.decode")
+
+IDLE_SLEEP_S = 50e-6
+SETTLE_SLEEP_S = 1e-3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PullJob:
+    """A pull to make. `stop` is set when its request is draining; `done` is called once, on the puller's thread."""
+
+    pull: Pull
+    regions: tuple[Region, ...]
+    stop: threading.Event
+    done: Callable[[Failure | None], None]
+
+
+@dataclass(slots=True)
+class PullStats:
+    """What one puller did. Written by its thread only."""
+
+    num_pulls: int = 0
+    num_bytes: int = 0
+    busy_s: float = 0.0
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    backend: str = ""
+
+
+class Puller:
+    """One thread, one prefill rank. It connects on the first job; `close` twice is fine."""
+
+    def __init__(self, rank: RankInfo, backends: Mapping[str, Backend], settle_timeout_s: float) -> None:
+        self.rank = rank
+        self.stats = PullStats()
+        self._backends = backends
+        self._settle_timeout_s = settle_timeout_s
+        self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
+        self._choice: Choice | None = None
+        self._thread = threading.Thread(target=self._run, name=f"pdlink-pull-{rank.worker_id}", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, job: PullJob) -> None:
+        self._jobs.put(job)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End after the jobs that are queued. Callers stop their requests first."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                failure = self._pull(job)
+            except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
+                log.exception("pull from %s failed", self.rank.worker_id)
+                failure = Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}", self.rank.worker_id)
+            job.done(failure)
+        if self._choice:
+            self._choice.backend.disconnect(self._peer(self._choice.backend))
+
+    def _pull(self, job: PullJob) -> Failure | None:
+        if job.stop.is_set():
+            return Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id)
+        if not job.pull.batch.moves:
+            return None
+        started = time.monotonic()
+        try:
+            failure = self._move(job)
+        except BackendError as error:
+            reason = FailureReason.PEER_GONE if isinstance(error, PeerGone) else FailureReason.BACKEND
+            return Failure(reason, str(error), self.rank.worker_id)
+        self.stats.num_pulls += 1
+        self.stats.num_bytes += job.pull.batch.nbytes
+        self.stats.busy_s += time.monotonic() - started
+        return failure or self._verify(job)
+
+    def _move(self, job: PullJob) -> Failure | None:
+        backend = self._connected()
+        handle = backend.submit(job.pull.batch)
+        try:
+            while (status := backend.poll(handle)) is PullStatus.PENDING and not job.stop.is_set():
+                if not backend.capabilities.works_in_poll:
+                    time.sleep(IDLE_SLEEP_S)
+        except PdlinkError:
+            self._quieten(backend, handle)
+            raise
+        if status is PullStatus.DONE:
+            return None
+        self._quieten(backend, handle)
+        if status is PullStatus.FAILED:
+            return Failure(FailureReason.BACKEND, str(handle.error), self.rank.worker_id)
+        return Failure(FailureReason.ABORTED, "stopped by the request", self.rank.worker_id)
+
+    def _quieten(self, backend: Backend, handle: PullHandle) -> None:
+        """Return only when nothing of the pull can land any more: settle, else fence the peer."""
+        give_up = time.monotonic() + self._settle_timeout_s
+        while backend.settle(handle) is Settled.NOT_QUIET:
+            if time.monotonic() >= give_up:
+                broken = backend.fence(self._peer(backend))
+                log.warning("fenced %s to make a pull quiet", ", ".join(broken))
+                self._choice = None
+                return
+            time.sleep(SETTLE_SLEEP_S)
+
+    def _connected(self) -> Backend:
+        if self._choice is None:
+            self._choice = choose(
+                self._backends, self.rank.worker_id, self.rank.incarnation, dict(self.rank.transports)
+            )
+            self.stats.backend, self.stats.rejected = self._choice.backend.name, self._choice.rejected
+        return self._choice.backend
+
+    def _peer(self, backend: Backend) -> Peer:
+        return Peer(self.rank.worker_id, self.rank.incarnation, self.rank.transports[backend.name])
+
+    def _verify(self, job: PullJob) -> Failure | None:
+        if job.pull.digests is None:
+            return None
+        wrong = first_difference(page_digests(job.regions, job.pull.pages), job.pull.digests)
+        if wrong is None:
+            return None
+        region, page = job.regions[wrong[0]], int(job.pull.pages[wrong[1]])
+        text = (
+            f"digest of {region.component!r} layer {region.layer}, page {page} differs from what {self.rank.worker_id} "
+            "published"
+        )
+        fix = "look for an engine that writes published pages, or for a faulty link"
+        return Failure(FailureReason.DIGEST, text, self.rank.worker_id, fix=fix)

@@ -1,0 +1,117 @@
+"""Owns the handle of one receive that an engine holds: poll, wait, abort, result. It decides nothing (see `merge`).
+
+Memory rule: from `DecodeWorker.receive` until a final state, pdlink may write the destination pages and nobody else
+touches them. After DONE they hold the prompt's cache; after FAILED or ABORTED they hold anything, and are the engine's
+again: nothing lands in them any more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from pdlink.errors import DeadlineExceeded, TransferFailed
+from pdlink.transfer.failure import Failure
+from pdlink.transfer.states import ReceiverState
+
+YIELD_EVERY_S = 100e-6
+YIELD_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveResult:
+    """What a finished receive brought. `num_bytes` is per owner; `elapsed_s` runs from open to the end."""
+
+    aux: bytes | None
+    num_bytes: Mapping[str, int]
+    num_descriptors: int
+    elapsed_s: float
+
+
+class Receiver:
+    """One request. Any thread may use it; callbacks run on pdlink's threads and must be quick."""
+
+    def __init__(self, transfer_id: str, attempt: int, abort: Callable[[Receiver, str], None]) -> None:
+        self.transfer_id = transfer_id
+        self.attempt = attempt
+        self.failure: Failure | None = None
+        self._abort = abort
+        self._state = ReceiverState.RESOLVING
+        self._result: ReceiveResult | None = None
+        self._ended = threading.Event()
+        self._callbacks: list[Callable[[Receiver], None]] = []
+        self._lock = threading.Lock()
+        self._seen = ReceiverState.RESOLVING
+        self._yielded = 0.0
+
+    @property
+    def state(self) -> ReceiverState:
+        return self._state
+
+    def poll(self) -> ReceiverState:
+        """The state now. Never waits for the transfer.
+
+        A loop that polls must not starve the threads that do the work: when nothing has changed since the last call,
+        the GIL is given away for some microseconds, at most once in `YIELD_EVERY_S`.
+        """
+        state = self._state
+        if state is self._seen and not state.is_final:
+            _give_way()
+            state = self._state
+        self._seen = state
+        return state
+
+    def wait(self, timeout_s: float | None = None) -> ReceiveResult:
+        """Block until the end and return the result.
+
+        Raises `TransferFailed` with the first cause, or `DeadlineExceeded` while the transfer goes on.
+        """
+        if not self._ended.wait(timeout_s):
+            raise DeadlineExceeded(f"transfer {self.transfer_id!r} is {self._state} after {timeout_s:g} s")
+        return self.result()
+
+    def result(self) -> ReceiveResult:
+        """What came, once the state is DONE. Raises `TransferFailed` otherwise."""
+        if self._result is None:
+            raise TransferFailed(f"transfer {self.transfer_id!r} is {self._state}: {self.failure or 'not finished'}")
+        return self._result
+
+    def abort(self, text: str = "aborted by the decode engine") -> None:
+        """End the request. The pages are the engine's again when the state is final, not when this returns."""
+        self._abort(self, text)
+
+    def on_end(self, callback: Callable[[Receiver], None]) -> None:
+        """Call `callback(self)` once, at the end, or now when it has ended."""
+        with self._lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    # --- called by the worker -----------------------------------------------------------------------
+
+    def update(self, state: ReceiverState, failure: Failure | None, result: ReceiveResult | None) -> None:
+        """Take over the state that the merge has reached."""
+        self.failure = failure
+        self._result = result
+        self._state = state
+        if state.is_final and not self._ended.is_set():
+            with self._lock:
+                self._ended.set()
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                callback(self)
+
+
+_last_yield = 0.0
+
+
+def _give_way() -> None:
+    """Sleep for a moment, unless this process has just done so: a scheduler polls many receivers in a row."""
+    global _last_yield
+    now = time.monotonic()
+    if now - _last_yield > YIELD_EVERY_S:
+        time.sleep(YIELD_S)
+        _last_yield = time.monotonic()

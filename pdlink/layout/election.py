@@ -1,0 +1,22 @@
+"""Owns the election of the one prefill rank that sends a request's aux. Both sides compute it from the same facts."""
+
+from __future__ import annotations
+
+from pdlink.layout.components import CacheLayout
+from pdlink.layout.layer_plan import LayerPlan, OwnedLayers
+from pdlink.layout.parallel import RankCoordinates
+
+
+def may_send_aux(layout: CacheLayout, owned: OwnedLayers, rank: RankCoordinates) -> bool:
+    """Whether a rank can be elected: it has the last layer of the first component, at tp 0.
+
+    The last layer's owner is the natural one, because its cache is final last. Under a replicated plan several ranks
+    qualify; each sends, and the receiver takes the elected one's.
+    """
+    first = next(one for one in layout.components if not one.is_draft)
+    return rank.tp == 0 and bool(first.layers) and first.layers[-1] in owned.get(first.name, ())
+
+
+def elect_aux_owner(layout: CacheLayout, plan: LayerPlan, dp: int) -> RankCoordinates:
+    """The least of the ranks of one dp group that may send the aux. The plan is whole, so there is one."""
+    return min(rank for rank, owned in plan.owned.items() if rank.dp == dp and may_send_aux(layout, owned, rank))
