@@ -54,12 +54,13 @@ def segments() -> set[str]:
     return {path.name for path in SHM.glob("pdlink*")} if SHM.is_dir() else set()
 
 
-def mapped_by(process: psutil.Process) -> set[str]:
-    """The names under /dev/shm that `process` maps; none where it is gone or another user's."""
+def held_by(process: psutil.Process) -> set[str]:
+    """The names under /dev/shm that `process` maps or has open; none where it is gone or another user's."""
     try:
-        return {Path(item.path).name for item in process.memory_maps() if item.path.startswith(f"{SHM}/")}
+        paths = [item.path for item in [*process.memory_maps(), *process.open_files()]]
     except (psutil.Error, OSError):
         return set()
+    return {Path(path).name for path in paths if path.startswith(f"{SHM}/")}
 
 
 def is_of_this_run(process: psutil.Process) -> bool:
@@ -99,12 +100,15 @@ def _command(process: psutil.Process) -> str:
 
 
 def left_segments(before: set[str]) -> list[str]:
-    """Segments that are new since `before` and that no process of another run holds."""
-    new = segments() - before
-    if not new:
-        return []
-    others = (process for process in psutil.process_iter() if not is_of_this_run(process))
-    return sorted(new - set().union(*map(mapped_by, others)))
+    """Segments that are new since `before`, stay, and that no process of another run holds."""
+    until = time.monotonic() + WIND_DOWN_S
+    while new := segments() - before:
+        others = (process for process in psutil.process_iter() if not is_of_this_run(process))
+        left = (new - set().union(*map(held_by, others))) & segments()
+        if not left or time.monotonic() >= until:
+            return sorted(left)
+        time.sleep(0.1)
+    return []
 
 
 @pytest.fixture(autouse=True)
