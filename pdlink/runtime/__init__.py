@@ -1,0 +1,1 @@
+"""The front door for an engine that embeds pdlink: see `node`."""
