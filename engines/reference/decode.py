@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from pdlink.errors import InvalidInput
+from pdlink.memory.forward import ReadSpan
 from pdlink_engines.reference.gather import keep_rows
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.paged_cache import PagedCache, causal_mask, slots_of
-from pdlink_engines.reference.pool import PagedPool, ReadSpan
+from pdlink_engines.reference.pool import PagedPool
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from pdlink.layout.components import CacheLayout
+from pdlink.memory.forward import ReadSpan
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSpan:
-    """The prefix of one request in a forward: tokens [0, num_tokens), which lie in `pages` in order."""
-
-    pages: Sequence[int]
-    num_tokens: int
 
 
 class PagedPool(Protocol):
@@ -27,11 +19,8 @@ class PagedPool(Protocol):
     `rows`. What `read` gave is valid until its buffer is reused, or `end_forward`; `rows` copies.
     """
 
-    @property
-    def layout(self) -> CacheLayout: ...
-
-    @property
-    def num_pages(self) -> int: ...
+    layout: CacheLayout
+    num_pages: int
 
     def begin_forward(self, spans: Sequence[ReadSpan]) -> None:
         """Say which tokens [0, num_tokens) of which pages this forward reads, a span for each request."""

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import torch
 
 from pdlink.errors import DeadlineExceeded, InvalidInput
+from pdlink.memory.forward import ReadSpan
 from pdlink_engines.reference.gather import CpGroup
 from pdlink_engines.reference.interleave import ChunkShares
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.paged_cache import PagedCache, causal_mask, slots_of
 from pdlink_engines.reference.pages import PageTable
-from pdlink_engines.reference.pool import PagedPool, ReadSpan
+from pdlink_engines.reference.pool import PagedPool
 
 POLL_S = 0.001
 

@@ -1,6 +1,6 @@
 """Owns one prefill rank of the tests, a process of its own: JSON lines in, JSON lines out, bytes in files.
 
-A job names the world ranks that make up its cp group, in group order; ranks outside it only take part in making it.
+A job names the world ranks that make up its cp group, in group order, and whether layers are split or replicated.
 """
 
 from __future__ import annotations
@@ -11,104 +11,145 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from pdlink.errors import PdlinkError
-from pdlink.layout.layer_plan import balanced_ranges
+from pdlink.layout import CacheLayout, LayerPlan, OwnedLayers, ParallelSizes, PlanKind, RankCoordinates
+from pdlink.memory.broadcast_reader import BroadcastReader
+from pdlink.memory.communicator import GroupCommunicator
+from pdlink.memory.owners import ShardOwners
+from pdlink.memory.sharded_pool import LayerShardedPool
 from pdlink_engines.reference.gather import CpGroup
 from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_model
 from pdlink_engines.reference.page_bytes import collect_pages
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
 from tests.engines.reference.ranks import GROUPS
-from tests.engines.reference.small_pool import SmallPool
 
-TIMEOUT = timedelta(seconds=40)
+TIMEOUT_S = 40.0
 
 
 class Rank:
-    def __init__(self) -> None:
-        self._models: dict[str, ReferenceModel] = {}
-        # Made by all processes together, in one order, before any job: a group that is made later by some of them,
-        # or anew over the same ranks, meets what earlier ones left in the store.
-        self._groups = {ranks: dist.new_group(list(ranks), timeout=TIMEOUT, sort_ranks=False) for ranks in GROUPS}
+    """Models and groups, which outlive a job. Groups are made by all processes together before any job.
 
-    def _model(self, name: str) -> ReferenceModel:
-        if name not in self._models:
-            self._models[name] = load_model(name)
-        return self._models[name]
+    torch names a group by its ranks and by how many groups the process has: so each process makes one group at each
+    step, of itself alone where it is no member, and none is made anew.
+    """
+
+    def __init__(self, me: int) -> None:
+        self._models: dict[str, ReferenceModel] = {}
+        self._groups: dict[tuple[int, ...], tuple[CpGroup, GroupCommunicator]] = {}
+        for ranks in GROUPS:
+            engine = dist.new_group(list(ranks), timeout=timedelta(seconds=TIMEOUT_S), sort_ranks=False)
+            if me in ranks:
+                self._groups[ranks] = CpGroup(engine), GroupCommunicator(ranks, timeout_s=TIMEOUT_S)
+            else:
+                for _ in range(2):
+                    dist.new_group([me], use_local_synchronization=True)
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        group = CpGroup(self._groups[tuple(job["ranks"])])
-        model = self._model(job["model"])
+        group, communicator = self._groups[tuple(job["ranks"])]
+        if job["model"] not in self._models:
+            self._models[job["model"]] = load_model(job["model"])
+        model = self._models[job["model"]]
         layout = model.layout(job["page_size"])
-        pool = SmallPool(layout, job["num_pages"])
-        layers = balanced_ranges(layout.num_layers, group.size)[group.rank]
-        owned = {one.name: tuple(x for x in one.layers if x in layers) for one in layout.components}
-        told: list[dict[str, Any]] = []
+        pool, owned = make_pool(layout, job, group, communicator)
+        try:
+            return Job(job, group, pool, owned, model).run()
+        finally:
+            pool.close()
 
-        def on_pages(pages: FinishedPages) -> None:
-            told.append(
-                {
-                    "id": pages.request_id,
-                    "start": pages.start_page,
-                    "pages": pages.page_ids,
-                    "last": pages.last,
-                    "first_token": pages.first_token,
-                }
-            )
 
-        order = job.get("page_order")
-        engine = PrefillEngine(model, pool, group, chunk_tokens=job["chunk"], on_pages=on_pages, page_order=order)
-        results = []
+def make_pool(
+    layout: CacheLayout, job: dict[str, Any], group: CpGroup, communicator: GroupCommunicator
+) -> tuple[LayerShardedPool, OwnedLayers]:
+    """The real pool; its scratch starts out full of 0xEE, which as a float is far off any key or value."""
+    plan = LayerPlan.balanced(layout, ParallelSizes(cp=group.size), PlanKind(job["plan"]))
+    me = RankCoordinates(cp=group.rank)
+    split = job["plan"] == "split" and group.size > 1
+    reader = BroadcastReader(ShardOwners.of(layout, plan, me), communicator) if split else None
+    pool = LayerShardedPool(layout, plan.owned[me], job["num_pages"], reader=reader)
+    for component in layout.components:
+        for buffer in pool.scratch_buffers(component.name):
+            buffer.fill_(0xEE)
+    return pool, plan.owned[me]
+
+
+class Job:
+    def __init__(
+        self, job: dict[str, Any], group: CpGroup, pool: LayerShardedPool, owned: OwnedLayers, model: ReferenceModel
+    ) -> None:
+        self._job = job
+        self._group = group
+        self._pool = pool
+        self._owned = owned
+        self._told: list[dict[str, Any]] = []
+        self._engine = PrefillEngine(
+            model, pool, group, chunk_tokens=job["chunk"], on_pages=self._on_pages, page_order=job.get("page_order")
+        )
+
+    def run(self) -> dict[str, Any]:
+        results: list[dict[str, Any]] = []
         error = None
         try:
-            for wave in job["waves"]:
-                for name, tokens in wave["submit"].items():
-                    engine.submit(name, tokens)
-                for result in engine.run(page_timeout_s=job.get("page_timeout_s", 20.0)):
-                    results.append(self._report(job, group, pool, owned, result))
-                for name, ranks in wave.get("release", {}).items():
-                    if group.rank in ranks:
-                        engine.release(name)
+            for wave in self._job["waves"]:
+                results += self._run_wave(wave)
         except PdlinkError as exc:
             error = {"type": type(exc).__name__, "text": str(exc)}
-        return {"told": told, "results": results, "error": error}
+        return {"told": self._told, "results": results, "error": error, "nbytes_owned": self._pool.nbytes_owned}
 
-    def _report(
-        self,
-        job: dict[str, Any],
-        group: CpGroup,
-        pool: SmallPool,
-        owned: dict[str, tuple[int, ...]],
-        result: PrefillResult,
-    ) -> dict[str, Any]:
+    def _run_wave(self, wave: dict[str, Any]) -> list[dict[str, Any]]:
+        for name, tokens in wave["submit"].items():
+            self._engine.submit(name, tokens)
+        for _ in range(wave.get("steps", 0)):
+            assert self._engine.step() is None
+        for name, ranks in wave.get("abort", {}).items():
+            if self._group.rank in ranks:
+                self._engine.release(name)
+        done = self._engine.run(page_timeout_s=self._job.get("page_timeout_s", 20.0))
+        results = [self._report(one) for one in done]
+        for name, ranks in wave.get("release", {}).items():
+            if self._group.rank in ranks:
+                self._engine.release(name)
+        return results
+
+    def _on_pages(self, pages: FinishedPages) -> None:
+        self._told.append(
+            {
+                "id": pages.request_id,
+                "start": pages.start_page,
+                "pages": pages.page_ids,
+                "last": pages.last,
+                "first_token": pages.first_token,
+            }
+        )
+
+    def _report(self, result: PrefillResult) -> dict[str, Any]:
         """Put a result's logits and owned pages into files, before anything else can touch the pages."""
-        folder = Path(job["folder"])
-        stem = f"{result.request_id}.{group.rank}"
-        result.logits.numpy().tofile(folder / f"{stem}.logits")
-        for (component, layer), rows in collect_pages(pool, result.page_ids, result.num_tokens, owned).items():
-            rows.numpy().tofile(folder / f"{result.request_id}.{component}.{layer}.pages")
+        folder, rank = Path(self._job["folder"]), self._group.rank
+        result.logits.numpy().tofile(folder / f"{result.request_id}.{rank}.logits")
+        cells = collect_pages(self._pool, result.page_ids, result.num_tokens, self._owned)
+        for (component, layer), rows in cells.items():
+            rows.numpy().tofile(folder / f"{result.request_id}.{rank}.{component}.{layer}.pages")
         return {
             "id": result.request_id,
             "pages": result.page_ids,
             "num_tokens": result.num_tokens,
             "cached": result.cached_tokens,
             "first_token": result.first_token,
-            "cells": [[name, layer] for name, layers in owned.items() for layer in layers],
+            "cells": list(cells),
         }
 
 
 def main() -> None:
     rank, world_size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     fix_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
-    me = Rank()
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    me = Rank(rank)
     for line in sys.stdin:
         print(json.dumps(me.run(json.loads(line))), flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
     main()

@@ -9,6 +9,7 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from pdlink.layout.components import CacheLayout
-from tests.engines.reference.small_pool import SmallPool
+from pdlink.memory.sharded_pool import LayerShardedPool
 
 ROOT = Path(__file__).parents[3]
 # The cp groups that a job may name: one to four of the four world ranks, in an order of their own.
@@ -47,12 +48,12 @@ class Ranks:
                 stderr=stderr,
             )
 
-    def run(self, ranks: tuple[int, ...], **job: Any) -> Run:
+    def run(self, ranks: tuple[int, ...], *, plan: str = "split", **job: Any) -> Run:
         """Run one job on a cp group of these world ranks; the answers come in group order."""
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
-        line = json.dumps(job | {"ranks": ranks, "folder": str(folder)}).encode() + b"\n"
+        line = json.dumps(job | {"ranks": ranks, "plan": plan, "folder": str(folder)}).encode() + b"\n"
         for rank in ranks:
             stream = self._processes[rank].stdin
             assert stream is not None
@@ -110,21 +111,35 @@ class Run:
     def logits(self, request_id: str, rank: int = 0) -> torch.Tensor:
         return torch.from_numpy(np.fromfile(self.folder / f"{request_id}.{rank}.logits", dtype=np.float32))
 
-    def bytes(self, request_id: str) -> dict[tuple[str, int], bytes]:
-        """The page bytes of every cell, each as its owner wrote it; no cell has two owners."""
-        cells = [tuple(cell) for one in self.results(request_id) for cell in one["cells"]]
-        assert len(set(cells)) == len(cells)
-        return {
-            (name, layer): (self.folder / f"{request_id}.{name}.{layer}.pages").read_bytes() for name, layer in cells
-        }
+    def bytes(self, request_id: str, rank: int) -> dict[tuple[str, int], bytes]:
+        """The page bytes of every cell that a rank of the group owns."""
+        cells = [(name, layer) for name, layer in self.results(request_id)[rank]["cells"]]
+        stem = f"{request_id}.{rank}"
+        return {(name, layer): (self.folder / f"{stem}.{name}.{layer}.pages").read_bytes() for name, layer in cells}
 
-    def pull(self, request_id: str, layout: CacheLayout, page_ids: list[int], num_pages: int) -> SmallPool:
-        """A decode pool whose `page_ids` hold the request; all other pages are filled with 0xEE."""
-        pool = SmallPool(layout, num_pages)
-        for (name, layer), data in self.bytes(request_id).items():
-            region = pool.region_tensor(name, layer)
-            region.fill_(0xEE)
-            rows = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy()).view(-1, region.shape[1])
-            region[torch.tensor(page_ids[: len(rows)])] = rows
-        assert set(self.bytes(request_id)) == set(layout.cells())
-        return pool
+    def merged(self, request_id: str) -> dict[tuple[str, int], bytes]:
+        """The page bytes of every cell, each from its owner; no cell has two owners."""
+        every: dict[tuple[str, int], bytes] = {}
+        for rank in range(len(self.answers)):
+            mine = self.bytes(request_id, rank)
+            assert not every.keys() & mine.keys()
+            every |= mine
+        return every
+
+    @contextlib.contextmanager
+    def pulled(
+        self, request_id: str, layout: CacheLayout, page_ids: list[int], num_pages: int
+    ) -> Iterator[LayerShardedPool]:
+        """A decode pool whose `page_ids` hold the request; all other pages are full of 0xEE."""
+        data = self.merged(request_id)
+        assert set(data) == set(layout.cells())
+        pool = LayerShardedPool(layout, {one.name: one.layers for one in layout.components}, num_pages)
+        try:
+            for (name, layer), pages in data.items():
+                region = pool.region_tensor(name, layer)
+                region.fill_(0xEE)
+                rows = torch.from_numpy(np.frombuffer(pages, dtype=np.uint8).copy()).view(-1, region.shape[1])
+                region[torch.tensor(page_ids[: len(rows)])] = rows
+            yield pool
+        finally:
+            pool.close()

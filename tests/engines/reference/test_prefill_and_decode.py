@@ -20,9 +20,9 @@ def decode(model: ReferenceModel, run: Run, name: str, prompt: list[int], new: i
     layout = model.layout(page_size)
     count = -(-(len(prompt) + new) // page_size)
     page_ids = [2 * count - 1 - 2 * i for i in range(count)]
-    pool = run.pull(name, layout, page_ids, 2 * count)
     first = run.results(name)[0]["first_token"]
-    found = generate(model, pool, page_ids, prompt, first, max_new_tokens=new)
+    with run.pulled(name, layout, page_ids, 2 * count) as pool:
+        found = generate(model, pool, page_ids, prompt, first, max_new_tokens=new)
     return Generation(found.tokens, found.logits, run.logits(name))
 
 
@@ -123,12 +123,27 @@ def test_each_page_is_told_once_in_order_and_only_full_ones_before_the_last(
         assert [one["first_token"] for one in told] == [None, None, result["first_token"]]
 
 
-def test_two_runs_of_the_same_ranks_write_equal_bytes(ranks: Ranks, tiny: ReferenceModel) -> None:
-    prompt = tiny.tokenizer.encode(PROMPT)[:61]
-    job = {"model": "glm-dsa-tiny", "page_size": 8, "num_pages": 16, "chunk": 23, "waves": [{"submit": {"a": prompt}}]}
-    one, two = ranks.run((0, 2, 3), **job), ranks.run((3, 2, 1), **job)
-    assert one.bytes("a") == two.bytes("a")
-    assert one.logits("a").equal(two.logits("a"))
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_split_pools_hold_the_bytes_of_unsplit_ones_and_take_a_share_of_the_memory(
+    ranks: Ranks, tiny: ReferenceModel, cp: int
+) -> None:
+    prompt = tiny.tokenizer.encode(PROMPT)
+    again = prompt[:40] + tiny.tokenizer.encode("Another ending.")[1:]
+    job = {
+        "model": "glm-dsa-tiny",
+        "page_size": 8,
+        "num_pages": 32,
+        "chunk": 23,
+        "waves": [{"submit": {"a": prompt[:61], "b": prompt[9:50]}}, {"submit": {"c": again}}],
+    }
+    split, whole = ranks.run(BY_SIZE[cp], **job), ranks.run(BY_SIZE[cp], plan="replicated", **job)
+    for name in ("a", "b", "c"):
+        assert split.logits(name).equal(whole.logits(name))
+        for rank in range(cp):
+            assert whole.bytes(name, rank) == split.merged(name)
+    owned = [answer["nbytes_owned"] for answer in split.answers]
+    assert sum(owned) == tiny.shape.token_bytes * 8 * 32
+    assert [answer["nbytes_owned"] for answer in whole.answers] == [sum(owned)] * cp
 
 
 def test_pages_are_used_again_once_every_rank_has_released_them(ranks: Ranks, tiny: ReferenceModel) -> None:
@@ -166,6 +181,24 @@ def test_pages_that_one_rank_still_lends_are_not_used_again(ranks: Ranks, tiny: 
         assert [one["id"] for one in answer["results"]] == ["a"]
 
 
+def test_an_aborted_request_gives_its_pages_back_and_leaves_the_others_alone(
+    ranks: Ranks, tiny: ReferenceModel
+) -> None:
+    prompts = {name: tiny.tokenizer.encode(PROMPT[shift:])[:60] for name, shift in (("a", 0), ("b", 3), ("c", 9))}
+    run = ranks.run(
+        (0, 2, 3),
+        model="glm-dsa-tiny",
+        page_size=8,
+        num_pages=16,
+        chunk=11,
+        waves=[{"submit": prompts, "steps": 3, "abort": {"a": [0, 1, 2]}}],
+    )
+    assert [one["id"] for one in run.answers[0]["results"]] == ["b", "c"]
+    assert set(run.results("c")[0]["pages"]) & set(range(8)), "c runs on what a gave back"
+    for name in ("b", "c"):
+        assert_like_plain(tiny, run, name, prompts[name], 4, 8)
+
+
 def test_a_wrong_byte_in_a_selected_indexer_key_or_latent_row_changes_the_answer(
     ranks: Ranks, tiny: ReferenceModel
 ) -> None:
@@ -178,8 +211,8 @@ def test_a_wrong_byte_in_a_selected_indexer_key_or_latent_row_changes_the_answer
     layout = tiny.layout(16)
     page_ids = list(range(6))
     for component, layer in layout.cells():
-        pool = run.pull("a", layout, page_ids, 6)
-        region = pool.region_tensor(component, layer)
-        region[:5] = region[:5].flip(0)
-        found = generate(tiny, pool, page_ids, prompt, expected.tokens[0], max_new_tokens=6)
+        with run.pulled("a", layout, page_ids, 6) as pool:
+            region = pool.region_tensor(component, layer)
+            region[:5] = region[:5].flip(0)
+            found = generate(tiny, pool, page_ids, prompt, expected.tokens[0], max_new_tokens=6)
         assert not compare_generations(expected, found).passed, (component, layer)
