@@ -1,4 +1,4 @@
-"""Owns recognisable bytes: what a page of a test transfer must hold, and pools that can be filled and checked with them.
+"""Owns recognisable bytes: what a page of a test transfer must hold, and pools filled and checked with them.
 
 Each 8-byte word is a hash of (transfer, component, layer, page position, offset), so a page in the wrong place, of the
 wrong layer or of another request is told from the right one by its first word.
