@@ -82,4 +82,5 @@ def _step(
             use_cache=True,
         )
     pool.end_forward()
-    return output.logits[0, -1].float()
+    logits: torch.Tensor = output.logits[0, -1].float()
+    return logits

@@ -71,7 +71,8 @@ def load_model(name: str) -> ReferenceModel:
     """Load `name`. Raises `InvalidInput` when it is unknown, or when its weights are not installed."""
     source = _source(name)
     network, tokenizer = source.load()
-    network.eval().requires_grad_(False)
+    network.train(False)
+    network.requires_grad_(False)
     return ReferenceModel(
         name=name,
         network=network,

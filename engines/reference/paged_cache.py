@@ -56,7 +56,7 @@ class PagedCache(Cache):
         if self._latent:
             dims = [one.shape[1] for one in rows]
             (full,) = self._exchange(layer_idx, [("latent", "latent", torch.cat(rows, dim=1))])
-            keys, values = full.split(dims, dim=1)
+            keys, values = torch.split(full, dims, dim=1)
         else:
             keys, values = self._exchange(layer_idx, [("k", "k", rows[0]), ("v", "v", rows[1])])
         return _rows_to_heads(keys, key_states.shape[1]), _rows_to_heads(values, value_states.shape[1])
@@ -81,7 +81,8 @@ class PagedCache(Cache):
     def _exchange(self, layer: int, columns: list[tuple[str, str, torch.Tensor]]) -> list[torch.Tensor]:
         """Pass (component, field, rows [n, values]) through the pool: one gather, then each component on its own."""
         parts = [_to_bytes(rows) for _, _, rows in columns]
-        chunk = self._gather(torch.cat(parts, dim=1)).split([one.shape[1] for one in parts], dim=1)
+        gathered = self._gather(torch.cat(parts, dim=1))
+        chunk = torch.split(gathered, [one.shape[1] for one in parts], dim=1)
         full = []
         for (component, field, rows), fresh in zip(columns, chunk, strict=True):
             self._pool.read(component, layer)
@@ -98,7 +99,7 @@ def _heads_to_rows(states: torch.Tensor) -> torch.Tensor:
 
 def _rows_to_heads(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """[rows, heads * dims] -> [1, heads, rows, dims]"""
-    return rows.unflatten(1, (num_heads, -1)).transpose(0, 1)[None]
+    return rows.reshape(len(rows), num_heads, -1).transpose(0, 1)[None]
 
 
 def _to_bytes(rows: torch.Tensor) -> torch.Tensor:

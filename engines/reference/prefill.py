@@ -122,15 +122,21 @@ class PrefillEngine:
                 self._released.add(request_id)
 
     def step(self) -> PrefillResult | None:
-        """Run one chunk of the next request in turn, if any can run; returns the result of one that finished by it."""
+        """Run one chunk of the next request in turn, if any can run; returns the result of one that finished by it.
+
+        Raises what the pool and the group raise. The request then keeps its turn: the caller may step again, which
+        computes the same chunk anew, or release the request, which drops it.
+        """
         self._free_released()
         self._admit()
         if not self._turns:
             return None
-        request = self._turns.popleft()
+        request = self._turns[0]
         self._run_chunk(request)
+        self._turns.popleft()
         if request.active:
             self._turns.append(request)
+        self._tell(request)
         return request.result
 
     def run(self, page_timeout_s: float = 30.0) -> list[PrefillResult]:
@@ -214,15 +220,14 @@ class PrefillEngine:
         self._pool.begin_forward([ReadSpan(request.pages[: self._table.pages_for(shares.start)], shares.start)])
         logits = self._forward(request, shares)
         self._pool.end_forward()
-        request.computed = shares.end
-        full_pages = shares.end // self._page_size
-        self._table.remember(request.tokens, request.pages[:full_pages])
         if shares.end == length:
             logits = self._group.broadcast(logits, shares.holder(length - 1))
+        request.computed = shares.end
+        self._table.remember(request.tokens, request.pages[: shares.end // self._page_size])
+        if shares.end == length:
             request.result = PrefillResult(
                 request.request_id, request.pages, length, request.cached, int(logits.argmax()), logits
             )
-        self._tell(request, full_pages)
 
     def _forward(self, request: _Request, shares: ChunkShares) -> torch.Tensor:
         """Run this rank's share; returns float32 [vocab], which means something on the holder of the last token."""
@@ -244,15 +249,15 @@ class PrefillEngine:
                 use_cache=True,
                 logits_to_keep=torch.tensor([shares.row(shares.end - 1)]),
             )
-        return output.logits[0, 0].float().contiguous()
+        logits: torch.Tensor = output.logits[0, 0].float().contiguous()
+        return logits
 
-    def _tell(self, request: _Request, full_pages: int) -> None:
+    def _tell(self, request: _Request) -> None:
         result = request.result
-        upto = len(request.pages) if result else full_pages
-        if upto == request.told and not result:
+        upto = len(request.pages) if result else request.computed // self._page_size
+        if upto == request.told:
             return
         start, request.told = request.told, upto
+        pages = request.pages[start:upto]
         first_token = result.first_token if result else None
-        self._on_pages(
-            FinishedPages(request.request_id, start, request.pages[start:upto], result is not None, first_token)
-        )
+        self._on_pages(FinishedPages(request.request_id, start, pages, result is not None, first_token))

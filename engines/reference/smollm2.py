@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdlink.errors import DeadlineExceeded, InvalidInput, StateError
+from pdlink.errors import DeadlineExceeded, InvalidInput
 from pdlink_engines.reference.shapes import CacheShape
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def cache_folder(weights: Path) -> Path:
 
 
 def prepare() -> None:
-    """Convert the weights unless that is done. Raises `InvalidInput`, `StateError` or `DeadlineExceeded`."""
+    """Convert the weights unless that is done. Raises `InvalidInput` or `DeadlineExceeded`."""
     _converted(find_weights())
 
 
@@ -79,7 +79,7 @@ def load() -> tuple[PreTrainedModel, ChatTokenizer]:
     from transformers import AutoTokenizer, LlamaForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     network = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
@@ -119,5 +119,5 @@ def _convert(weights: Path, folder: Path) -> None:
         raise DeadlineExceeded(f"converting {weights.name} took longer than {CONVERT_TIMEOUT_S:g} s") from exc
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise StateError(f"cannot convert {weights.name} (exit {done.returncode}): {reason}")
+        raise InvalidInput(f"cannot convert {weights.name} (exit {done.returncode}): {reason}")
     partial.rename(folder)

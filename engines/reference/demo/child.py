@@ -1,0 +1,73 @@
+"""Owns one side of the pipe between the demo and a process that it started: lines of JSON out, commands in.
+
+The process ends when its parent does, whatever it is doing then: its standard input is closed, its shared memory is
+removed, and it exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+from pdlink.backends import shm
+from pdlink.errors import DeadlineExceeded, InvalidInput, PdlinkError
+from pdlink_engines.reference.demo.spec import DemoSpec
+
+COMMAND_TIMEOUT_S = 600.0
+
+
+class ParentPipe:
+    """Reports go to the standard output that the process was started with; prints of libraries go to standard error."""
+
+    def __init__(self) -> None:
+        self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+        os.dup2(2, 1)
+        self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self.spec = DemoSpec.model_validate_json(sys.stdin.readline())
+        threading.Thread(target=self._listen, name="demo-parent", daemon=True).start()
+
+    def report(self, event: str, **fields: object) -> None:
+        with self._lock:
+            self._out.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def wait_for(self, command: str) -> None:
+        """Block until the parent sends `command`. Raises `DeadlineExceeded`."""
+        try:
+            said = self._commands.get(timeout=COMMAND_TIMEOUT_S)
+        except queue.Empty:
+            raise DeadlineExceeded(f"the demo did not say {command!r} within {COMMAND_TIMEOUT_S:g} s") from None
+        assert said == command, f"expected {command!r}, the demo said {said!r}"
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            self._commands.put(line.strip())
+        leave(1)
+
+
+def leave(code: int) -> None:
+    """End this process at once, leaving no shared memory. Threads that wait in a collective cannot hold it up."""
+    shm.close_all()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_child(body: Callable[[ParentPipe], None]) -> None:
+    """Run a process of the demo: an error becomes one report, and the exit is quick and clean."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and closes the pipe
+    signal.signal(signal.SIGTERM, lambda number, frame: leave(1))
+    pipe = ParentPipe()
+    try:
+        body(pipe)
+    except PdlinkError as error:
+        pipe.report("error", text=str(error), bad_input=isinstance(error, InvalidInput))
+        leave(2)
+    except Exception as error:  # the parent must learn why its process ends
+        pipe.report("error", text=f"{type(error).__name__}: {error}", bad_input=False)
+        raise
+    leave(0)

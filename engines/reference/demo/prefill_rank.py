@@ -1,0 +1,181 @@
+"""Owns the process of one context-parallel prefill rank in the demo: the engine, its pool, and the link they publish to.
+
+It runs the prompts twice: with the layers split over the ranks, published to decode; then with pools that hold every
+layer, whose bytes are what decode must have received.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pdlink.address import parse_address
+from pdlink.config import load_settings
+from pdlink.errors import TransferFailed
+from pdlink.layout.parallel import RankCoordinates
+from pdlink.memory.broadcast_reader import BroadcastReader
+from pdlink.memory.owners import ShardOwners
+from pdlink.memory.sharded_pool import LayerShardedPool
+from pdlink.prefill.sender import Sender
+from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.runtime.node import Node
+from pdlink_engines.reference.demo.arrays import save_logits, save_pages
+from pdlink_engines.reference.demo.child import ParentPipe, run_child
+from pdlink_engines.reference.demo.damage import StaleScratchPool
+from pdlink_engines.reference.demo.page_order import scattered_pages
+from pdlink_engines.reference.demo.spec import PREFILL_INSTANCE, Damage, DemoSpec
+from pdlink_engines.reference.gather import CpGroup
+from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_model
+from pdlink_engines.reference.page_bytes import collect_pages
+from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
+
+COLLECTIVE_TIMEOUT_S = 60.0
+REGISTER_TIMEOUT_S = 10.0
+RELEASE_TIMEOUT_S = 60.0
+WATCH_INTERVAL_S = 0.002
+AUX_BYTES = 8
+
+
+class Published:
+    """The requests of this rank on the link: pages go out as they become final, and come back when readers are through."""
+
+    def __init__(self, worker: PrefillWorker, request_ids: tuple[str, ...]) -> None:
+        self.senders: dict[str, Sender] = {one: worker.open(one) for one in request_ids}
+        self.last_at: dict[str, float] = {}
+
+    def on_pages(self, pages: FinishedPages) -> None:
+        aux = pages.first_token.to_bytes(AUX_BYTES, "little") if pages.first_token is not None else None
+        self.senders[pages.request_id].publish(
+            pages.page_ids, start_page=pages.start_page, last=pages.last, aux=aux if pages.last else None
+        )
+        if pages.last:
+            self.last_at[pages.request_id] = time.monotonic()
+
+    def release_to(self, engine: PrefillEngine) -> threading.Thread:
+        """Give pages back to `engine` as requests end, on a thread of its own, which ends with the last of them."""
+        thread = threading.Thread(target=self._watch, args=(engine,), name="demo-release", daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, engine: PrefillEngine) -> None:
+        waiting = dict(self.senders)
+        while waiting:
+            for request_id in [one for one, sender in waiting.items() if sender.poll().is_final]:
+                engine.release(request_id)
+                del waiting[request_id]
+            time.sleep(WATCH_INTERVAL_S)
+
+
+def main(pipe: ParentPipe, rank: int) -> None:
+    spec = pipe.spec
+    fix_threads()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{spec.run_dir}/gloo",
+        rank=rank,
+        world_size=spec.cp,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    model = load_model(spec.model)
+    group = CpGroup(dist.group.WORLD)
+    with Node(load_settings(backends=spec.backend)) as node:
+        _serve(pipe, spec, rank, model, group, node)
+    _run_unsplit(pipe, spec, rank, model, group)
+    dist.barrier()
+
+
+def _serve(
+    pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup, node: Node
+) -> None:
+    """Prefill with split layers, and publish to decode."""
+    layout, plan = spec.layout(), spec.plan()
+    place = RankCoordinates(cp=rank)
+    owners = ShardOwners.of(layout, plan, place)
+    reader = BroadcastReader.open(owners, range(spec.cp)) if spec.cp > 1 else None
+    kind = StaleScratchPool if spec.inject is Damage.STALE_SCRATCH else LayerShardedPool
+    pool = kind(layout, plan.owned[place], spec.pool_pages, reader=reader)
+    worker = node.prefill(
+        PrefillRank(PREFILL_INSTANCE, layout, spec.sizes, place, plan.kinds, plan.owned[place], pool.regions()),
+        [parse_address(spec.bootstrap)],
+    )
+    worker.wait_registered(REGISTER_TIMEOUT_S)
+    published = Published(worker, spec.request_ids())
+    engine = PrefillEngine(
+        model,
+        pool,
+        group,
+        chunk_tokens=spec.chunk_tokens,
+        on_pages=published.on_pages,
+        page_order=scattered_pages(spec.pool_pages, "prefill"),
+    )
+    prompts = {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
+    for request_id, tokens in prompts.items():
+        engine.submit(request_id, tokens)
+    pipe.report("ready", worker_id=worker.rank.worker_id, owned_bytes=pool.nbytes_owned, scratch_bytes=pool.nbytes_scratch)
+    pipe.wait_for("go")
+    watcher = published.release_to(engine)
+    for result in _results(engine, len(prompts)):
+        _report_result(pipe, spec, rank, result, published)
+    watcher.join(RELEASE_TIMEOUT_S)
+    engine.step()
+    for request_id, sender in published.senders.items():
+        if sender.failure or not sender.poll().is_final:
+            raise TransferFailed(f"{request_id} is {sender.poll()} on {worker.rank.worker_id}: {sender.failure}")
+    pipe.report("served", bytes_read=pool.stats.nbytes_moved)
+    worker.close()
+    pool.close()
+
+
+def _results(engine: PrefillEngine, num_requests: int) -> list[PrefillResult]:
+    results: list[PrefillResult] = []
+    while len(results) < num_requests:
+        results += engine.run()
+    return results
+
+
+def _report_result(
+    pipe: ParentPipe, spec: DemoSpec, rank: int, result: PrefillResult, published: Published
+) -> None:
+    if rank == 0:
+        save_logits(spec.run_dir / "first_logits" / f"{result.request_id}.npy", result.logits)
+    pipe.report(
+        "prefilled",
+        request=result.request_id,
+        num_tokens=result.num_tokens,
+        cached_tokens=result.cached_tokens,
+        published_at=published.last_at[result.request_id],
+    )
+
+
+def _run_unsplit(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup) -> None:
+    """The same prefill with every layer on every rank; its pages are the expected ones."""
+    layout = spec.layout()
+    pool = LayerShardedPool(layout, {one.name: one.layers for one in layout.components}, spec.pool_pages)
+    engine = PrefillEngine(
+        model,
+        pool,
+        group,
+        chunk_tokens=spec.chunk_tokens,
+        on_pages=lambda pages: None,
+        page_order=scattered_pages(spec.pool_pages, "prefill"),
+    )
+    prompts = {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
+    for request_id, tokens in prompts.items():
+        engine.submit(request_id, tokens)
+        for result in engine.run():
+            if rank == 0:
+                pages = collect_pages(pool, result.page_ids, result.num_tokens)
+                save_pages(spec.run_dir / "expected" / result.request_id, pages)
+            engine.release(result.request_id)
+        engine.step()
+    pipe.report("unsplit", owned_bytes=pool.nbytes_owned)
+    pool.close()
+
+
+if __name__ == "__main__":
+    import sys
+
+    run_child(lambda pipe: main(pipe, int(sys.argv[1])))
