@@ -1,0 +1,112 @@
+"""Owns the values behind the golden frames of protocol 1: the bytes in `golden/v1.json` must read as these for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.message import Message
+
+from pdlink.address import Address
+from pdlink.bootstrap import error_wire, service_wire, wire
+from pdlink.bootstrap.messages import PROTOCOL, PrefillServerInfo, RankInfo, Registration, Side
+from pdlink.errors import NotReady
+from pdlink.layout import (
+    CacheLayout,
+    Component,
+    MemoryKind,
+    ParallelSizes,
+    PlanKind,
+    RankCoordinates,
+    Region,
+    compare,
+    fingerprint,
+)
+from pdlink.layout.components import heads, index_k, latent
+from pdlink.v1 import bootstrap_pb2 as pb
+from pdlink.v1 import common_pb2
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A value and its two translations."""
+
+    value: Any
+    pack: Callable[[Any], Message]
+    unpack: Callable[[Any], Any]
+    message: type[Message]
+
+    def read(self, data: bytes) -> Any:
+        return self.unpack(service_wire.parse(self.message, data))
+
+
+def layout() -> CacheLayout:
+    draft: Component = replace(
+        heads("k", 32, range(1), num_heads=2, head_bytes=16, dtype="float16"), name="draft.k", page_group="draft"
+    )
+    components = (latent(64, range(3), bytes_per_token=656, dtype="uint8"), index_k(64, (0, 2)), draft)
+    return CacheLayout(3, components, 1)
+
+
+def ranks() -> tuple[RankInfo, ...]:
+    shares = (
+        {"latent": (0, 1), "index_k": (0,), "draft.k": ()},
+        {"latent": (2,), "index_k": (2,), "draft.k": (0,)},
+        {},
+    )
+    return tuple(
+        RankInfo(
+            f"node{cp}/gpu{cp}",
+            1_700_000_000_000_000_000 + cp,
+            RankCoordinates(cp=cp),
+            owned,
+            tuple(region(name, layer) for name, layers in owned.items() for layer in layers),
+            Address("::1", 7000 + cp),
+            {"ipc": b"segment", "nixl": bytes(range(8))} if owned else {},
+        )
+        for cp, owned in enumerate(shares)
+    )
+
+
+def region(name: str, layer: int) -> Region:
+    nbytes = layout().component(name).page_bytes
+    if name == "latent":
+        return Region(name, layer, 0x7000_0000_0000 + (layer << 32), nbytes + 4096, nbytes, 1 << 20)
+    return Region(name, layer, 0x7100_0000_0000 + layer, nbytes, nbytes, 7, MemoryKind.CUDA, 3)
+
+
+SIZES = ParallelSizes(cp=3)
+KINDS = {"latent": PlanKind.SPLIT, "index_k": PlanKind.SPLIT, "draft.k": PlanKind.REPLICATED}
+REGISTRATION = Registration("glm/prefill", PROTOCOL, layout(), SIZES, KINDS, ranks()[0])
+INFO = PrefillServerInfo("glm/prefill", PROTOCOL, layout(), fingerprint(layout()), SIZES, KINDS, ranks(), 12345)
+OTHER = CacheLayout(3, (latent(32, range(3), bytes_per_token=656, dtype="uint8"),))
+MISMATCHES = compare(fingerprint(layout()), fingerprint(OTHER))
+
+GOLDENS = {
+    "registration": Golden(
+        REGISTRATION, service_wire.pack_registration, service_wire.unpack_registration, pb.Registration
+    ),
+    "prefill_server_info": Golden(INFO, service_wire.pack_info, service_wire.unpack_info, pb.PrefillServerInfo),
+    "worker_key": Golden(REGISTRATION.key, service_wire.pack_key, service_wire.unpack_key, pb.WorkerKey),
+    "endpoint": Golden(ranks()[1].endpoint, service_wire.pack_endpoint, service_wire.unpack_endpoint, pb.Endpoint),
+    "side": Golden(Side.of(layout()), wire.pack_side, wire.unpack_side, common_pb2.Side),
+    "refusal": Golden(
+        (MISMATCHES, (ranks()[0].endpoint, ranks()[2].endpoint)),
+        lambda value: pb.Refusal(
+            mismatches=error_wire.pack_mismatches(value[0]),
+            endpoints=[service_wire.pack_endpoint(one) for one in value[1]],
+        ),
+        lambda message: (
+            error_wire.unpack_mismatches(message.mismatches),
+            tuple(service_wire.unpack_endpoint(one) for one in message.endpoints),
+        ),
+        pb.Refusal,
+    ),
+    "error_detail": Golden(
+        ("NotReady", "instance 'a' is not ready"),
+        lambda value: error_wire.pack_error(NotReady(value[1])),
+        lambda message: (type(error_wire.unpack_error(message)).__name__, str(error_wire.unpack_error(message))),
+        common_pb2.ErrorDetail,
+    ),
+}

@@ -1,0 +1,344 @@
+"""Asking several addresses, addresses where something else stands, and following an instance."""
+
+import http.server
+import queue
+import random
+import socket
+import socketserver
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from pdlink.address import Address
+from pdlink.bootstrap import service_wire
+from pdlink.bootstrap.client import BootstrapClient
+from pdlink.bootstrap.messages import PrefillServerInfo
+from pdlink.bootstrap.refusals import IncompatibleInstance
+from pdlink.bootstrap.rpc import BootstrapUnreachable, Link
+from pdlink.config import Settings
+from pdlink.errors import (
+    DeadlineExceeded,
+    InvalidInput,
+    NotReady,
+    PdlinkError,
+    StateError,
+    UnknownInstance,
+)
+from pdlink.events import Events
+from pdlink.layout import fingerprint
+from pdlink.v1 import bootstrap_pb2 as pb
+from tests.bootstrap.values import PRINT, make_instance, make_layout
+
+NAME = "prefill-a"
+WAIT_S = 20.0
+
+
+def register(server, *registrations):
+    link = Link(server.address)
+    for one in registrations:
+        link.call("Register", pb.RegisterRequest(registration=service_wire.pack_registration(one)), WAIT_S)
+    link.close()
+
+
+def withdraw(server, registration):
+    link = Link(server.address)
+    link.call("Withdraw", pb.WithdrawRequest(worker=service_wire.pack_key(registration.key)), WAIT_S)
+    link.close()
+
+
+def dead_address():
+    """An address where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return Address("127.0.0.1", sock.getsockname()[1])
+
+
+class Garbage(socketserver.BaseRequestHandler):
+    def handle(self):
+        self.request.sendall(random.Random(3).randbytes(512))
+
+
+class Quiet(http.server.BaseHTTPRequestHandler):
+    def log_message(self, format, *args):
+        pass
+
+
+class Threaded(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+
+@pytest.fixture
+def strangers(stack):
+    """Address of something that is not pdlink, by kind."""
+
+    def start(kind):
+        if kind == "silent":
+            sock = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return Address("127.0.0.1", sock.getsockname()[1])
+        if kind == "another gRPC":
+            server = grpc.server(ThreadPoolExecutor(1))
+            port = server.add_insecure_port("127.0.0.1:0")
+            server.start()
+            stack.callback(lambda: server.stop(0).wait())
+            return Address("127.0.0.1", port)
+        handler = {"http": Quiet, "garbage": Garbage}[kind]
+        server = stack.enter_context(Threaded(("127.0.0.1", 0), handler))
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
+        return Address("127.0.0.1", server.server_address[1])
+
+    return start
+
+
+STRANGERS = ["http", "silent", "garbage", "another gRPC"]
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_peer_that_is_not_pdlink_is_named_within_the_timeout(strangers, client, kind):
+    address = strangers(kind)
+    with pytest.raises(DeadlineExceeded if kind == "silent" else BootstrapUnreachable) as refused:
+        client(address).resolve(NAME, PRINT, timeout_s=1.0)
+    assert str(address) in str(refused.value)
+    assert "pdlink bootstrap" in str(refused.value)
+
+
+def test_an_address_where_nothing_listens_is_named(client):
+    address = dead_address()
+    with pytest.raises(BootstrapUnreachable, match=f"nothing listens at bootstrap address {address}"):
+        client(address).resolve(NAME, PRINT)
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_the_next_address_is_asked_when_one_is_not_pdlink(strangers, serve, client, kind):
+    server = serve()
+    register(server, *make_instance())
+    info = client(strangers(kind), dead_address(), server.address).resolve(NAME, PRINT, timeout_s=3.0)
+    assert len(info.ranks) == 2
+
+
+def test_the_next_address_is_asked_when_one_does_not_have_the_instance_ready(serve, client):
+    empty, half, full = serve(), serve(), serve()
+    register(half, make_instance()[0])
+    register(full, *make_instance())
+    assert len(client(empty.address, half.address, full.address).resolve(NAME, PRINT).ranks) == 2
+
+
+def test_an_error_lists_what_each_address_said(serve, client):
+    empty, half, dead = serve(), serve(), dead_address()
+    register(half, make_instance()[0])
+    with pytest.raises(NotReady) as waiting:
+        client(empty.address, half.address, dead).resolve(NAME, PRINT)
+    text = str(waiting.value)
+    assert f"{empty.address}: nobody has registered" in text
+    assert f"{half.address}: instance 'prefill-a' is not ready" in text
+    assert f"{dead}: nothing listens" in text
+    with pytest.raises(UnknownInstance):
+        client(empty.address, empty.address).resolve(NAME, PRINT)
+    with pytest.raises(BootstrapUnreachable):
+        client(dead, dead_address()).resolve(NAME, PRINT)
+
+
+def test_an_incompatible_instance_is_final(serve, client):
+    first, second = serve(), serve()
+    register(first, *make_instance(make_layout(page_size=32)))
+    register(second, *make_instance())
+    with pytest.raises(IncompatibleInstance):
+        client(first.address, second.address).resolve(NAME, PRINT)
+
+
+def test_waiting_ends_when_the_last_rank_has_come(serve, client):
+    server = serve()
+    first, second = make_instance()
+    register(server, first)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client(server.address).wait_ready, NAME, PRINT, WAIT_S)
+        register(server, second)
+        assert len(waiting.result(WAIT_S).ranks) == 2
+
+
+def test_waiting_ends_with_what_was_said_last(serve, client):
+    server = serve()
+    with pytest.raises(UnknownInstance, match=r"waited 0\.3 s"):
+        client(server.address).wait_ready(NAME, PRINT, 0.3)
+    register(server, make_instance()[0])
+    with pytest.raises(IncompatibleInstance):
+        client(server.address).wait_ready(NAME, fingerprint(make_layout(page_size=32)), WAIT_S)
+
+
+def test_a_client_needs_an_address_and_a_name_and_to_be_open(client):
+    with pytest.raises(InvalidInput, match="at least one bootstrap address"):
+        BootstrapClient([])
+    one = client(dead_address())
+    with pytest.raises(InvalidInput, match="instance ''"):
+        one.resolve("", PRINT)
+    one.close()
+    one.close()
+    with pytest.raises(StateError, match="closed"):
+        one.resolve(NAME, PRINT)
+    with pytest.raises(StateError, match="closed"):
+        one.watch(NAME, PRINT, print)
+
+
+class FakeBootstrap:
+    """A gRPC server that answers Resolve with any bytes."""
+
+    def __init__(self, stack, answer):
+        handler = grpc.unary_unary_rpc_method_handler(lambda data, context: answer)
+        server = grpc.server(ThreadPoolExecutor(1))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("pdlink.v1.Bootstrap", {"Resolve": handler}),)
+        )
+        self.address = Address("127.0.0.1", server.add_insecure_port("127.0.0.1:0"))
+        server.start()
+        stack.callback(lambda: server.stop(0).wait())
+
+
+def answer_of(registrations, version=1):
+    one = registrations[0]
+    ranks = tuple(each.rank for each in registrations)
+    return PrefillServerInfo(
+        one.instance, one.protocol, one.layout, fingerprint(one.layout), one.sizes, one.kinds, ranks, version
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"", "has nothing in it"),
+        (b"\xff\xff", "are not a pdlink ResolveResponse"),
+        (pb.ResolveResponse(refusal=pb.Refusal()).SerializeToString(), "without a reason"),
+        (pb.ResolveResponse(info=pb.PrefillServerInfo()).SerializeToString(), "protocol range 0..0"),
+        (
+            pb.ResolveResponse(info=service_wire.pack_info(answer_of(make_instance(instance="b")))).SerializeToString(),
+            "answered instance 'b' when asked for 'prefill-a'",
+        ),
+        (
+            pb.ResolveResponse(
+                info=service_wire.pack_info(answer_of(make_instance(make_layout(page_size=32))))
+            ).SerializeToString(),
+            "index_k.page_size is 32 on prefill and 64 on decode",
+        ),
+        (
+            pb.ResolveResponse(info=service_wire.pack_info(answer_of(make_instance()[:1]))).SerializeToString(),
+            "rank dp0.pp0.cp1.tp0 has not registered",
+        ),
+    ],
+)
+def test_decode_trusts_no_answer_that_it_has_not_checked_itself(stack, client, answer, words):
+    with pytest.raises(PdlinkError, match=words):
+        client(FakeBootstrap(stack, answer).address).resolve(NAME, PRINT)
+
+
+class Follower:
+    """A callback that queues what it is told."""
+
+    def __init__(self):
+        self.answers = queue.Queue()
+
+    def __call__(self, answer):
+        self.answers.put(answer)
+
+    def next(self):
+        return self.answers.get(timeout=WAIT_S)
+
+    def until(self, kind):
+        while True:
+            answer = self.next()
+            if isinstance(answer, kind):
+                return answer
+
+
+def test_a_watch_tells_every_change_of_an_instance(serve, client):
+    server, follow = serve(), Follower()
+    client(server.address).watch(NAME, PRINT, follow)
+    assert isinstance(follow.next(), UnknownInstance)
+    first, second = make_instance()
+    register(server, first)
+    assert "cp1" in str(follow.next())
+    register(server, second)
+    assert follow.next().ranks == (first.rank, second.rank)
+    register(server, make_instance(incarnation=2)[0])
+    assert [one.incarnation for one in follow.next().ranks] == [2, 1]
+    withdraw(server, second)
+    assert isinstance(follow.next(), NotReady)
+
+
+def test_a_watch_tells_an_incompatible_instance_and_its_correction(serve, client):
+    server, follow = serve(), Follower()
+    register(server, make_instance(make_layout(page_size=32))[0])
+    client(server.address).watch(NAME, PRINT, follow)
+    refused = follow.next()
+    assert isinstance(refused, IncompatibleInstance)
+    assert [one.worker_id for one in refused.endpoints] == ["w0"]
+    register(server, *make_instance(incarnation=2))
+    assert len(follow.until(PrefillServerInfo).ranks) == 2
+
+
+def test_a_watch_tells_when_leases_run_out(serve, client):
+    now = [0.0]
+    server, follow = serve(clock=lambda: now[0], settings=Settings(registration_lease_s=10)), Follower()
+    register(server, *make_instance())
+    client(server.address).watch(NAME, PRINT, follow)
+    assert len(follow.next().ranks) == 2
+    now[0] = 9.9
+    assert client(server.address).resolve(NAME, PRINT)
+    now[0] = 10.0
+    assert isinstance(follow.next(), UnknownInstance)
+    with pytest.raises(UnknownInstance):
+        client(server.address).resolve(NAME, PRINT)
+
+
+def test_a_watch_goes_on_at_another_address(serve, client):
+    first, second, follow = serve(), serve(), Follower()
+    register(first, *make_instance())
+    client(dead_address(), first.address, second.address).watch(NAME, PRINT, follow)
+    assert follow.next().ranks[0].incarnation == 1
+    register(second, *make_instance(incarnation=2))
+    first.close()
+    assert follow.until(PrefillServerInfo).ranks[0].incarnation == 2
+
+
+def test_a_watch_outlives_a_restart_of_its_only_service(serve, client):
+    server, follow = serve(), Follower()
+    register(server, *make_instance())
+    client(server.address).watch(NAME, PRINT, follow)
+    assert follow.next().ranks[0].incarnation == 1
+    server.close()
+    register(serve(server.address), *make_instance(incarnation=2))
+    assert follow.until(PrefillServerInfo).ranks[0].incarnation == 2
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_watch_tells_when_what_it_asks_is_not_pdlink(strangers, client, kind):
+    address, follow = strangers(kind), Follower()
+    watch = client(address, settings=Settings(resolve_timeout_s=0.5)).watch(NAME, PRINT, follow)
+    assert str(address) in str(follow.next())
+    assert watch.is_alive
+
+
+def test_a_watch_ends_with_close_and_says_nothing_after(serve, client):
+    server, follow = serve(), Follower()
+    watch = client(server.address).watch(NAME, PRINT, follow)
+    follow.next()
+    watch.close()
+    watch.close()
+    assert not watch.is_alive
+    register(server, *make_instance())
+    assert follow.answers.empty()
+    assert watch.failure is None
+
+
+def test_a_callback_that_raises_ends_its_watch_and_is_reported(serve, client):
+    died = threading.Event()
+    events = Events()
+    events.subscribe(lambda event: died.set() if event.name == "bootstrap.watch_died" else None)
+
+    def raises(answer):
+        raise RuntimeError("mine")
+
+    watch = client(serve().address, events=events).watch(NAME, PRINT, raises)
+    assert died.wait(WAIT_S)
+    assert str(watch.failure) == "mine"

@@ -1,0 +1,203 @@
+"""Keeping a rank registered: renewals, restarts of the service, refusals, replacement, death of the thread."""
+
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from pdlink.address import Address
+from pdlink.bootstrap.directory import Directory
+from pdlink.bootstrap.keeper import KeeperState, RegistrationKeeper
+from pdlink.bootstrap.refusals import RegistrationConflict
+from pdlink.config import Settings
+from pdlink.errors import DeadlineExceeded, InvalidInput, NotReady, StaleIncarnation, StateError
+from pdlink.events import Events
+from tests.bootstrap.values import PRINT, make_instance, make_layout
+
+NAME = "prefill-a"
+WAIT_S = 20.0
+SHORT = Settings(registration_lease_s=0.6)
+
+
+class States:
+    """Waits for the states that keepers go through, as their events tell them."""
+
+    def __init__(self):
+        self.events = Events()
+        self.events.subscribe(self.see)
+        self.seen = []
+        self.changed = threading.Condition()
+
+    def see(self, event):
+        if event.name == "bootstrap.keeper":
+            with self.changed:
+                self.seen.append((event.fields["address"], event.fields["state"]))
+                self.changed.notify_all()
+
+    def wait(self, address, state, times=1):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.seen.count((str(address), state)) >= times, WAIT_S), self.seen
+
+
+def dead_address():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return Address("127.0.0.1", sock.getsockname()[1])
+
+
+def test_ranks_that_are_kept_outlive_their_lease_and_leave_with_close(serve, client, keep, monkeypatch):
+    renewed, renew = threading.Semaphore(0), Directory.renew
+
+    def count(directory, key, now):
+        renewed.release()
+        return renew(directory, key, now)
+
+    monkeypatch.setattr(Directory, "renew", count)
+    server = serve(settings=SHORT)
+    keepers = [keep(one, server.address) for one in make_instance()]
+    ask = client(server.address)
+    version = ask.wait_ready(NAME, PRINT, WAIT_S).version
+    for keeper in keepers:
+        keeper.wait_registered(WAIT_S)
+    for _ in range(2 * 5):  # a third of a lease apart, for each of the two
+        assert renewed.acquire(timeout=WAIT_S)
+    assert ask.resolve(NAME, PRINT).version == version
+    assert all(keeper.is_healthy for keeper in keepers)
+    keepers[1].close()
+    with pytest.raises(NotReady, match="cp1"):
+        ask.resolve(NAME, PRINT)
+    keepers[1].close()
+    assert set(keepers[1].states.values()) == {KeeperState.CLOSED}
+    assert not keepers[1].is_healthy
+
+
+def test_a_rank_registers_again_by_itself_when_the_service_restarts(serve, client, keep):
+    server, states = serve(settings=SHORT), States()
+    for one in make_instance():
+        keep(one, server.address, events=states.events)
+    states.wait(server.address, "registered", times=2)
+    server.close()
+    states.wait(server.address, "unreachable", times=2)
+    serve(server.address, settings=SHORT)
+    assert len(client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks) == 2
+    states.wait(server.address, "registered", times=4)
+
+
+def test_a_rank_registers_again_when_the_service_forgot_it(serve, client, keep):
+    now = [0.0]
+    server = serve(clock=lambda: now[0], settings=SHORT)
+    for one in make_instance():
+        keep(one, server.address).wait_registered(WAIT_S)
+    ask = client(server.address)
+    version = ask.resolve(NAME, PRINT).version
+    now[0] = 100.0  # every lease runs out at once
+    assert ask.wait_ready(NAME, PRINT, WAIT_S).version > version
+
+
+def test_a_rank_registers_with_every_address_and_a_dead_one_delays_none(serve, client, keep):
+    first, second, dead = serve(), serve(), dead_address()
+    keepers = [keep(one, first.address, dead, second.address) for one in make_instance()]
+    for server in (first, second):
+        assert len(client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks) == 2
+    for keeper in keepers:
+        keeper.wait_registered(WAIT_S)
+        assert keeper.is_healthy
+        assert keeper.states[dead] is not KeeperState.REGISTERED
+    late = serve(dead)
+    assert len(client(late.address).wait_ready(NAME, PRINT, WAIT_S).ranks) == 2
+
+
+def test_a_refusal_is_raised_and_ends_when_the_worker_in_the_way_leaves(serve, client, keep):
+    server = serve(settings=SHORT)
+    other = keep(make_instance(make_layout(page_size=32))[1], server.address)
+    other.wait_registered(WAIT_S)
+    keeper = keep(make_instance()[0], server.address)
+    with pytest.raises(RegistrationConflict, match=r"'w0' registers .*page_size 64.* live worker 'w1' registered 32"):
+        keeper.wait_registered(WAIT_S)
+    assert keeper.states == {server.address: KeeperState.REFUSED}
+    assert isinstance(keeper.errors[server.address], RegistrationConflict)
+    keep(make_instance()[1], server.address)
+    other.close()
+    assert len(client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks) == 2
+
+
+def test_a_process_that_was_replaced_stops_for_good(serve, client, keep):
+    server, states = serve(settings=SHORT), States()
+    old = keep(make_instance(incarnation=1)[0], server.address, events=states.events)
+    old.wait_registered(WAIT_S)
+    new = [keep(one, server.address) for one in make_instance(incarnation=2)]
+    states.wait(server.address, "replaced")
+    assert not old.is_healthy
+    with pytest.raises(StaleIncarnation, match="'w0'"):
+        old.wait_registered(WAIT_S)
+    with pytest.raises(StaleIncarnation, match="incarnation 1"):
+        keep(make_instance(incarnation=1)[0], server.address).wait_registered(WAIT_S)
+    old.close()
+    assert client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks[0].incarnation == 2
+    assert all(keeper.is_healthy for keeper in new)
+
+
+def test_waiting_for_a_service_that_is_not_there_ends_and_says_so(keep):
+    dead = dead_address()
+    keeper = keep(make_instance()[0], dead)
+    with pytest.raises(DeadlineExceeded, match=rf"{dead} (unreachable: nothing listens|starting)"):
+        keeper.wait_registered(0.5)
+    assert not keeper.is_healthy
+
+
+def test_closing_does_not_wait_for_a_silent_service(keep):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        keeper = keep(
+            make_instance()[0],
+            Address("127.0.0.1", sock.getsockname()[1]),
+            settings=Settings(resolve_timeout_s=WAIT_S * 10),
+        )
+        sock.accept()[0].close()
+        keeper.close()
+        assert KeeperState.DEAD not in keeper.states.values()
+    assert not [one for one in threading.enumerate() if one.name.startswith("pdlink-keeper")]
+
+
+def test_the_death_of_the_thread_is_told(serve, keep, monkeypatch):
+    def fail(registration):
+        raise RuntimeError("a defect")
+
+    server, states = serve(), States()
+    monkeypatch.setattr("pdlink.bootstrap.service_wire.pack_registration", fail)
+    keeper = keep(make_instance()[0], server.address, events=states.events)
+    states.wait(server.address, "dead")
+    assert not keeper.is_healthy
+    assert str(keeper.errors[server.address]) == "a defect"
+    with pytest.raises(DeadlineExceeded, match="a defect"):
+        keeper.wait_registered(WAIT_S)
+
+
+def test_a_rank_may_register_more_later_under_its_own_name_only(serve, client, keep):
+    server = serve()
+    first, second = make_instance()
+    keeper = keep(first, server.address)
+    keep(second, server.address)
+    before = client(server.address).wait_ready(NAME, PRINT, WAIT_S)
+    more = replace(first, rank=replace(first.rank, transports={"nixl": b"agent"}))
+    told = threading.Event()
+    client(server.address).watch(
+        NAME, PRINT, lambda answer: told.set() if answer.ranks[0].transports == {"nixl": b"agent"} else None
+    )
+    keeper.update(more)
+    assert told.wait(WAIT_S)
+    assert client(server.address).resolve(NAME, PRINT).version > before.version
+    with pytest.raises(InvalidInput, match="cannot register"):
+        keeper.update(second)
+
+
+def test_a_keeper_starts_once_and_needs_an_address(serve):
+    with pytest.raises(InvalidInput, match="at least one bootstrap address"):
+        RegistrationKeeper(make_instance()[0], [])
+    keeper = RegistrationKeeper(make_instance()[0], [serve().address])
+    with keeper, pytest.raises(StateError, match="starts once"):
+        keeper.start()
+    with pytest.raises(StateError, match="starts once"):
+        keeper.start()
+    unused = RegistrationKeeper(make_instance()[0], [serve().address])
+    unused.close()
+    unused.close()
