@@ -1,0 +1,1 @@
+"""Owns what pdlink knows of sglang. Importing it loads no sglang."""

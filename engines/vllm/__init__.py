@@ -1,0 +1,1 @@
+"""Owns what pdlink knows of vLLM. Importing it loads no vLLM."""
