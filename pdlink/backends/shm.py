@@ -167,6 +167,11 @@ def locate(address: int, nbytes: int) -> Location | None:
     return _TABLE.locate(address, nbytes)
 
 
+def close_all() -> None:
+    """Close every segment of this process, for one that is about to end without running its exit handlers."""
+    _TABLE.close_all()
+
+
 def sweep_stale() -> tuple[str, ...]:
     """Remove segments whose owner is dead and return their names. Those of other users are left alone."""
     removed = []
@@ -253,7 +258,7 @@ class _Table:
             if self._prepared:
                 return
             self._prepared = True
-        atexit.register(self._close_all)
+        atexit.register(self.close_all)
         os.register_at_fork(after_in_child=self._forget_parent)
         sweep_stale()
 
@@ -278,7 +283,7 @@ class _Table:
         offset = address - segment.address
         return Location(segment.name, offset, segment.nbytes) if offset + nbytes <= segment.nbytes else None
 
-    def _close_all(self) -> None:
+    def close_all(self) -> None:
         for segment in list(self._segments):
             segment.close()
 

@@ -22,10 +22,14 @@ YIELD_S = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """What a finished receive brought. `num_bytes` is per owner; `elapsed_s` runs from open to the end."""
+    """What a finished receive brought. `elapsed_s` runs from open to the end.
+
+    `num_bytes` and `backends` are per owner that bytes came from: how many, and over which backend.
+    """
 
     aux: bytes | None
     num_bytes: Mapping[str, int]
+    backends: Mapping[str, str]
     num_descriptors: int
     elapsed_s: float
 

@@ -56,6 +56,8 @@ class _Live:
     link: Link | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     shown: ReceiverState | None = None
+    backends: dict[str, str] = field(default_factory=dict)
+    """Worker id -> the backend that its pages came over."""
 
 
 class DecodeWorker:
@@ -250,6 +252,8 @@ class DecodeWorker:
 
     def _on_pulled(self, live: _Live, pull: Pull, failure: Failure | None) -> None:
         with self._lock:
+            if live.link and live.link.ranks[pull.worker_id].puller.stats.backend:
+                live.backends[pull.worker_id] = live.link.ranks[pull.worker_id].puller.stats.backend
             live.merge.on_pulled(pull.worker_id, pull.ticket, failure, self._loop.clock())
             self._act(live)
 
@@ -327,7 +331,9 @@ class DecodeWorker:
             live.shown = state
             result = None
             if state is ReceiverState.DONE:
-                result = ReceiveResult(merge.aux, dict(merge.num_bytes), merge.num_descriptors, merge.elapsed_s)
+                result = ReceiveResult(
+                    merge.aux, dict(merge.num_bytes), live.backends, merge.num_descriptors, merge.elapsed_s
+                )
             live.receiver.update(state, merge.failure, result)
             if state.is_final:
                 self._report(live)

@@ -1,1 +1,1 @@
-"""The demo: bootstrap, prefill ranks and decode as processes of their own, and the proof that what they did is right."""
+"""The demo: bootstrap, prefill ranks and decode as processes of their own, and the proof of what they did."""

@@ -1,4 +1,4 @@
-"""Owns the arrays that processes of a run leave for each other and for `--dump`: page bytes and logits, as .npy files."""
+"""Owns the arrays that processes of a run leave for each other: page bytes and logits, as .npy files."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def flip_bit(pool: LayerShardedPool, page_ids: list[int]) -> None:
 
 
 class StaleScratchPool(LayerShardedPool):
-    """A pool whose reads of other ranks' layers give what the scratch buffer held before, from the second forward on."""
+    """A pool whose reads of other ranks' layers give what scratch held for the first one."""
 
     def read(self, component: str, layer: int) -> torch.Tensor:
         view = super().read(component, layer)

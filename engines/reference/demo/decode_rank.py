@@ -1,4 +1,4 @@
-"""Owns the decode process of the demo: it learns who owns what, pulls every layer from its owner, and goes on generating.
+"""Owns the decode process of the demo: it learns who owns what, pulls every layer from its owner, and generates.
 
 Afterwards it runs plain transformers on the same prompts, in which nothing of pdlink takes part, and compares.
 """
@@ -34,7 +34,9 @@ class Requests:
     """The prompts as decode sees them: tokens, and the pages that hold prompt and answer."""
 
     def __init__(self, spec: DemoSpec, model: ReferenceModel) -> None:
-        self.tokens = {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
+        self.tokens = {
+            one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)
+        }
         self.pages: dict[str, list[int]] = {}
         self.prompt_pages: dict[str, list[int]] = {}
         order = scattered_pages(spec.pool_pages, "decode")
@@ -66,8 +68,12 @@ def main(pipe: ParentPipe) -> None:
             one: worker.receive(one, prefill, {"kv": requests.prompt_pages[one]}, len(tokens), expect_aux=True)
             for one, tokens in requests.tokens.items()
         }
-        generations = {one: _finish(pipe, spec, model, pool, requests, receiver) for one, receiver in receivers.items()}
-        pipe.report("backend", backend=", ".join(sorted(worker.backends_used())))
+        done_at: dict[str, float] = {}
+        for receiver in receivers.values():
+            receiver.on_end(lambda ended: done_at.__setitem__(ended.transfer_id, time.monotonic()))
+        generations = {
+            one: _finish(pipe, spec, model, pool, requests, receiver, done_at) for one, receiver in receivers.items()
+        }
     pipe.wait_for("compare")
     for request_id, generation in generations.items():
         _compare(pipe, spec, model, requests, request_id, generation)
@@ -81,11 +87,11 @@ def _finish(
     pool: LayerShardedPool,
     requests: Requests,
     receiver: Receiver,
+    done_at: dict[str, float],
 ) -> Generation:
     """Wait for one request, keep its pages as they came, and generate."""
     request_id = receiver.transfer_id
     result = receiver.wait(RECEIVE_TIMEOUT_S)
-    done_at = time.monotonic()
     tokens, pages = requests.tokens[request_id], requests.pages[request_id]
     if spec.inject is Damage.FLIP:
         flip_bit(pool, pages)
@@ -95,7 +101,8 @@ def _finish(
     pipe.report(
         "received",
         request=request_id,
-        done_at=done_at,
+        done_at=done_at[request_id],
+        backends=sorted(set(result.backends.values())),
         pages=requests.prompt_pages[request_id],
         pulled_bytes=[result.num_bytes.get(owner, 0) for owner in owners],
         num_descriptors=result.num_descriptors,

@@ -1,4 +1,4 @@
-"""Owns the order in which the demo hands out pages: scattered, so that a page id never equals its position by chance."""
+"""Owns the order in which the demo hands out pages: scattered, so that page ids and positions differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Owns the process of one context-parallel prefill rank in the demo: the engine, its pool, and the link they publish to.
+"""Owns the process of one context-parallel prefill rank in the demo: the engine, its pool, and their link.
 
 It runs the prompts twice: with the layers split over the ranks, published to decode; then with pools that hold every
 layer, whose bytes are what decode must have received.
@@ -40,7 +40,7 @@ AUX_BYTES = 8
 
 
 class Published:
-    """The requests of this rank on the link: pages go out as they become final, and come back when readers are through."""
+    """The requests of this rank on the link: pages go out as they are final, and come back when readers are through."""
 
     def __init__(self, worker: PrefillWorker, request_ids: tuple[str, ...]) -> None:
         self.senders: dict[str, Sender] = {one: worker.open(one) for one in request_ids}
@@ -87,9 +87,7 @@ def main(pipe: ParentPipe, rank: int) -> None:
     dist.barrier()
 
 
-def _serve(
-    pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup, node: Node
-) -> None:
+def _serve(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup, node: Node) -> None:
     """Prefill with split layers, and publish to decode."""
     layout, plan = spec.layout(), spec.plan()
     place = RankCoordinates(cp=rank)
@@ -111,14 +109,19 @@ def _serve(
         on_pages=published.on_pages,
         page_order=scattered_pages(spec.pool_pages, "prefill"),
     )
-    prompts = {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
-    for request_id, tokens in prompts.items():
-        engine.submit(request_id, tokens)
-    pipe.report("ready", worker_id=worker.rank.worker_id, owned_bytes=pool.nbytes_owned, scratch_bytes=pool.nbytes_scratch)
+    pipe.report(
+        "ready",
+        worker_id=worker.rank.worker_id,
+        owned_bytes=pool.nbytes_owned,
+        scratch_bytes=pool.nbytes_scratch,
+        layers=plan.owned[place],
+    )
     pipe.wait_for("go")
     watcher = published.release_to(engine)
-    for result in _results(engine, len(prompts)):
-        _report_result(pipe, spec, rank, result, published)
+    for request_id, tokens in _prompts(spec, model).items():
+        engine.submit(request_id, tokens)
+        for result in engine.run():
+            _report_result(pipe, spec, rank, result, published)
     watcher.join(RELEASE_TIMEOUT_S)
     engine.step()
     for request_id, sender in published.senders.items():
@@ -129,16 +132,11 @@ def _serve(
     pool.close()
 
 
-def _results(engine: PrefillEngine, num_requests: int) -> list[PrefillResult]:
-    results: list[PrefillResult] = []
-    while len(results) < num_requests:
-        results += engine.run()
-    return results
+def _prompts(spec: DemoSpec, model: ReferenceModel) -> dict[str, list[int]]:
+    return {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
 
 
-def _report_result(
-    pipe: ParentPipe, spec: DemoSpec, rank: int, result: PrefillResult, published: Published
-) -> None:
+def _report_result(pipe: ParentPipe, spec: DemoSpec, rank: int, result: PrefillResult, published: Published) -> None:
     if rank == 0:
         save_logits(spec.run_dir / "first_logits" / f"{result.request_id}.npy", result.logits)
     pipe.report(
@@ -162,8 +160,7 @@ def _run_unsplit(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceMo
         on_pages=lambda pages: None,
         page_order=scattered_pages(spec.pool_pages, "prefill"),
     )
-    prompts = {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
-    for request_id, tokens in prompts.items():
+    for request_id, tokens in _prompts(spec, model).items():
         engine.submit(request_id, tokens)
         for result in engine.run():
             if rank == 0:

@@ -29,7 +29,11 @@ class Damage(StrEnum):
 
 
 class DemoSpec(BaseModel):
-    """One run. `run_dir` is where its processes leave arrays for each other. Build it with `check_spec`."""
+    """One run; `check_spec` says whether it can be.
+
+    `run_dir` is where its processes leave arrays for each other. `bootstrap` is the address of the bootstrap service:
+    to bind, for the demo and that service; where it is, for everyone else.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +47,7 @@ class DemoSpec(BaseModel):
     backend: str
     inject: Damage = Damage.NONE
     run_dir: Path
-    bootstrap: str = ""
+    bootstrap: str = "127.0.0.1:0"
 
     @property
     def sizes(self) -> ParallelSizes:
@@ -94,5 +98,5 @@ def read_prompts(prompts: list[str], path: Path | None) -> tuple[str, ...]:
         except OSError as error:
             raise InvalidInput(f"prompt file {path} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise InvalidInput(f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+            raise InvalidInput(f"prompt file {path} is not UTF-8: {error.reason} at byte {error.start}") from error
     return tuple(found)

@@ -1,0 +1,162 @@
+"""Owns the course of a demo run: start the processes, follow their reports, prove the outcome, end everything.
+
+It prints nothing: `on_progress` gets one line at each step.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Collection
+from typing import Any
+
+from pdlink.errors import DeadlineExceeded, InvalidInput
+from pdlink_engines.reference.demo.arrays import find_difference
+from pdlink_engines.reference.demo.process import DemoProcess, ProcessDied, Report
+from pdlink_engines.reference.demo.result import DemoResult, RequestResult
+from pdlink_engines.reference.demo.spec import DemoSpec, check_spec
+from pdlink_engines.reference.models import prepare_model
+
+STEP_TIMEOUT_S = 600.0
+"""Longest silence of all processes together; models on small machines are slow, so it is generous."""
+PACKAGE = "pdlink_engines.reference.demo"
+OnProgress = Callable[[str], None]
+
+
+def run_demo(spec: DemoSpec, on_progress: OnProgress) -> DemoResult:
+    """Run `spec` in processes of its own, the bootstrap service included, and return what was found.
+
+    `spec.bootstrap` is the address to bind, port 0 for any.
+
+    Raises `InvalidInput` for a spec that cannot run and `ProcessDied` when a process fails. Whatever happens, no
+    process and no shared memory is left behind.
+    """
+    spec = check_spec(spec)
+    prepare_model(spec.model)
+    run = _Run(spec, on_progress)
+    try:
+        return run.go()
+    finally:
+        run.stop()
+
+
+class _Run:
+    def __init__(self, spec: DemoSpec, on_progress: OnProgress) -> None:
+        self._spec = spec
+        self._on_progress = on_progress
+        self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self._bootstrap = DemoProcess("bootstrap", f"{PACKAGE}.bootstrap", [], self._reports)
+        self._prefill = [
+            DemoProcess(f"prefill-{rank}", f"{PACKAGE}.prefill_rank", [str(rank)], self._reports)
+            for rank in range(spec.cp)
+        ]
+        self._decode = DemoProcess("decode", f"{PACKAGE}.decode_rank", [], self._reports)
+        self._result = DemoResult(spec.model, spec.cp)
+        self._result.requests = [
+            RequestResult(one, text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)
+        ]
+        self._requests = {one.request_id: one for one in self._result.requests}
+        self._address = ""
+        self._seen: dict[str, int] = {}
+        self._per_rank: dict[int, dict[str, Any]] = {}
+
+    def go(self) -> DemoResult:
+        self._bootstrap.start(self._spec)
+        self._until({"serving": 1})
+        spec = self._spec.model_copy(update={"bootstrap": self._address})
+        self._on_progress(f"bootstrap serves at {self._address}")
+        for process in (*self._prefill, self._decode):
+            process.start(spec)
+        self._on_progress(f"{spec.cp} prefill ranks and decode load {spec.model}")
+        self._until({"ready": spec.cp + 1})
+        self._take_layers()
+        self._say("go", (*self._prefill, self._decode))
+        count = len(spec.prompts)
+        self._until({"received": count, "generated": count, "prefilled": count * spec.cp})
+        self._on_progress("the same prefill again, with every layer on every rank")
+        self._say("compare", (self._decode,))
+        self._until({"unsplit": spec.cp, "compared": count})
+        self._say("end", (self._bootstrap,))
+        self._until({"exit": spec.cp + 2})
+        self._prove_bytes()
+        return self._result
+
+    def stop(self) -> None:
+        for process in (*self._prefill, self._decode, self._bootstrap):
+            process.stop()
+
+    def _until(self, wanted: dict[str, int]) -> None:
+        """Take reports until each wanted event has come that often in all."""
+        while any(self._seen.get(event, 0) < count for event, count in wanted.items()):
+            try:
+                process, report = self._reports.get(timeout=STEP_TIMEOUT_S)
+            except queue.Empty:
+                waiting = ", ".join(event for event, count in wanted.items() if self._seen.get(event, 0) < count)
+                raise DeadlineExceeded(f"no process reported for {STEP_TIMEOUT_S:g} s; waiting for {waiting}") from None
+            self._take(process, report)
+
+    def _take(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        event = str(report["event"])
+        self._seen[event] = self._seen.get(event, 0) + 1
+        if event == "error":
+            kind = InvalidInput if report["bad_input"] else ProcessDied
+            raise kind(report["text"] if report["bad_input"] else f"{process.name}: {report['text']}")
+        if event == "exit" and report["code"] != 0:
+            raise ProcessDied(f"{process.name} ended with code {report['code']}: {process.log_tail()}")
+        handler = getattr(self, f"_on_{event}", None)
+        if handler:
+            handler(process, report)
+
+    # --- reports ------------------------------------------------------------------------------------
+
+    def _on_serving(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        self._address = str(report["address"])
+
+    def _on_ready(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        if process in self._prefill:
+            self._per_rank[self._prefill.index(process)] = report
+            self._on_progress(f"{report['worker_id']} is registered")
+
+    def _on_prefilled(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        request = self._requests[report["request"]]
+        request.num_tokens, request.cached_tokens = report["num_tokens"], report["cached_tokens"]
+        request.published_at = max(request.published_at, report["published_at"])
+
+    def _on_received(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        request = self._requests[report["request"]]
+        request.pulled_bytes, request.done_at = report["pulled_bytes"], report["done_at"]
+        request.pages, request.num_descriptors = report["pages"], report["num_descriptors"]
+        self._result.backend = ", ".join(report["backends"])
+        self._on_progress(f"{request.request_id}: decode pulled {sum(request.pulled_bytes):,} bytes")
+
+    def _on_generated(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        request = self._requests[report["request"]]
+        request.tokens, request.text = report["tokens"], report["text"]
+        self._on_progress(f"{request.request_id}: decode generated {len(request.tokens)} tokens")
+
+    def _on_unsplit(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        self._result.kv_bytes_unsplit = report["owned_bytes"]
+
+    def _on_compared(self, process: DemoProcess, report: dict[str, Any]) -> None:
+        request = self._requests[report["request"]]
+        request.proof_passed, request.tokens_equal = report["passed"], report["tokens_equal"]
+        request.logit_difference, request.verdict = report["logit_difference"], report["verdict"]
+        request.tie = report["tie"]
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _take_layers(self) -> None:
+        ranks = [self._per_rank[rank] for rank in range(self._spec.cp)]
+        self._result.layers = [one["layers"] for one in ranks]
+        self._result.kv_bytes_per_rank = [one["owned_bytes"] for one in ranks]
+        self._result.scratch_bytes_per_rank = [one["scratch_bytes"] for one in ranks]
+
+    def _prove_bytes(self) -> None:
+        for request in self._result.requests:
+            expected = self._spec.run_dir / "expected" / request.request_id
+            received = self._spec.run_dir / "received" / request.request_id
+            found = find_difference(self._spec.layout(), request.request_id, expected, received)
+            request.bytes_equal, request.difference = found is None, str(found or "")
+
+    def _say(self, command: str, processes: Collection[DemoProcess]) -> None:
+        for process in processes:
+            process.say(command)
