@@ -38,7 +38,8 @@ class Events:
             self._listeners = (*self._listeners, listener)
         return lambda: self._remove(listener)
 
-    def emit(self, name: str, **fields: object) -> None:
+    def emit(self, name: str, /, **fields: object) -> None:
+        """Tell every listener. A field may have any name, `name` included."""
         listeners = self._listeners
         if not listeners:
             return

@@ -46,6 +46,11 @@ class Field:
         """Bytes of one token over all heads."""
         return self.bytes_per_token * self.num_heads
 
+    def end(self, page_size: int) -> int:
+        """First byte past the last token and head of a page."""
+        last = (page_size - 1) * self.token_stride + (self.num_heads - 1) * self.head_stride
+        return self.offset + last + self.bytes_per_token
+
     def starts(self, page_size: int) -> np.ndarray:
         """int64 [page_size, num_heads]: where each token and head starts in the page."""
         tokens = np.arange(page_size, dtype=np.int64)[:, None] * self.token_stride
@@ -90,15 +95,20 @@ class Component:
     def _check_fields(self) -> None:
         if len({field.name for field in self.fields}) != len(self.fields):
             raise LayoutError(f"component {self.name!r} names a field twice")
+        # Plain integers first: they bound what the arrays below may cost, and cannot wrap.
+        for field in self.fields:
+            end = field.end(self.page_size)
+            if end > self.page_bytes:
+                raise LayoutError(
+                    f"field {field.name!r} of component {self.name!r} ends at byte {end}, past the page of "
+                    f"{self.page_bytes} bytes"
+                )
+        if self.page_size * sum(field.token_bytes for field in self.fields) > self.page_bytes:
+            raise LayoutError(f"fields of component {self.name!r} overlap inside the page")
         spans = []
         for field in self.fields:
             starts = field.starts(self.page_size).reshape(-1)
             spans.append(np.stack([starts, starts + field.bytes_per_token], axis=1))
-            if int(spans[-1][:, 1].max()) > self.page_bytes:
-                raise LayoutError(
-                    f"field {field.name!r} of component {self.name!r} ends at byte {int(spans[-1][:, 1].max())}, "
-                    f"past the page of {self.page_bytes} bytes"
-                )
         every = np.concatenate(spans)
         every = every[np.argsort(every[:, 0], kind="stable")]
         if bool(np.any(every[1:, 0] < every[:-1, 1])):
@@ -134,7 +144,7 @@ class CacheLayout:
     """Everything a model caches: its components, of `num_layers` model layers (and `num_draft_layers`).
 
     Component names are unique; components of one page group agree on the page size; layer ids are below the number
-    of layers of their namespace. Raises `LayoutError`.
+    of layers of their namespace; some component of the model itself has a layer. Raises `LayoutError`.
     """
 
     num_layers: int
@@ -142,8 +152,13 @@ class CacheLayout:
     num_draft_layers: int = 0
 
     def __post_init__(self) -> None:
-        if not self.components:
-            raise LayoutError("a cache layout needs at least one component")
+        if self.num_layers < 1 or self.num_draft_layers < 0:
+            raise LayoutError(
+                f"a cache layout needs at least one layer, got num_layers={self.num_layers} and "
+                f"num_draft_layers={self.num_draft_layers}"
+            )
+        if not any(one.layers for one in self.components if not one.is_draft):
+            raise LayoutError("a cache layout needs at least one component of the model that has a layer")
         if len({one.name for one in self.components}) != len(self.components):
             raise LayoutError(f"component names repeat: {[one.name for one in self.components]}")
         sizes: dict[str, int] = {}

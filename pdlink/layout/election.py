@@ -8,13 +8,13 @@ from pdlink.layout.parallel import RankCoordinates
 
 
 def may_send_aux(layout: CacheLayout, owned: OwnedLayers, rank: RankCoordinates) -> bool:
-    """Whether a rank can be elected: it has the last layer of the first component, at tp 0.
+    """Whether a rank can be elected: it has the last layer of the first component that has any, at tp 0.
 
     The last layer's owner is the natural one, because its cache is final last. Under a replicated plan several ranks
     qualify; each sends, and the receiver takes the elected one's.
     """
-    first = next(one for one in layout.components if not one.is_draft)
-    return rank.tp == 0 and bool(first.layers) and first.layers[-1] in owned.get(first.name, ())
+    first = next(one for one in layout.components if one.layers and not one.is_draft)
+    return rank.tp == 0 and first.layers[-1] in owned.get(first.name, ())
 
 
 def elect_aux_owner(layout: CacheLayout, plan: LayerPlan, dp: int) -> RankCoordinates:

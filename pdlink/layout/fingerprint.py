@@ -62,7 +62,7 @@ def compare(prefill: Fingerprint, decode: Fingerprint) -> tuple[Mismatch, ...]:
 def _component_items(component: Component) -> list[tuple[str, str]]:
     fields = "; ".join(
         f"{one.name}@{one.offset}:{one.bytes_per_token}B/{one.token_stride}x{one.num_heads}/{one.head_stride}"
-        for one in component.fields
+        for one in sorted(component.fields, key=lambda one: (one.offset, one.name))
     )
     facts = {
         "page_size": str(component.page_size),

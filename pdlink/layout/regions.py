@@ -45,6 +45,8 @@ class Region:
             raise LayoutError(f"{where} has page_stride={self.page_stride} below page_bytes={self.page_bytes}")
         if self.base_address < 1 or self.end_address > MAX_ADDRESS:
             raise LayoutError(f"{where} spans addresses {self.base_address:#x}..{self.end_address:#x}")
+        if self.page_stride > MAX_ADDRESS or self.device < 0:
+            raise LayoutError(f"{where} has page_stride={self.page_stride} and device={self.device}")
 
     @property
     def end_address(self) -> int:

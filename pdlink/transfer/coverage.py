@@ -42,9 +42,8 @@ class Coverage:
 
     def claim(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark `rows` at page positions [start, stop). Raises `PlanError` for a claimed or unknown cell."""
+        self._check(group, rows, start, stop)
         matrix = self._claimed[group]
-        if not 0 <= start <= stop <= matrix.shape[1]:
-            raise PlanError(f"pages [{start}, {stop}) are outside the {matrix.shape[1]} of page group {group!r}")
         block = matrix[rows, start:stop]
         if bool(block.any()):
             row, page = (int(one) for one in np.argwhere(block)[0])
@@ -53,6 +52,7 @@ class Coverage:
 
     def land(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark claimed cells as arrived. Raises `PlanError` when a cell was not claimed or has landed before."""
+        self._check(group, rows, start, stop)
         if not bool(self._claimed[group][rows, start:stop].all()):
             raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed without being claimed")
         block = self._landed[group][rows, start:stop]
@@ -76,3 +76,16 @@ class Coverage:
                 row, page = (int(one) for one in np.argwhere(~matrix)[0])
                 return group, row, page
         return None
+
+    def _check(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
+        """Refuse what is no rectangle of known cells. A row named twice would be counted twice."""
+        if group not in self._landed:
+            raise PlanError(f"this request has no page group {group!r}")
+        num_rows, num_pages = self._landed[group].shape
+        if not 0 <= start <= stop <= num_pages:
+            raise PlanError(f"pages [{start}, {stop}) are outside the {num_pages} of page group {group!r}")
+        if not len(rows):
+            return
+        times = np.bincount(rows, minlength=num_rows) if int(rows.min()) >= 0 else np.zeros(0, dtype=np.int64)
+        if len(times) != num_rows or int(times.max()) > 1:
+            raise PlanError(f"rows {rows.tolist()} are not rows of page group {group!r}, each named once")

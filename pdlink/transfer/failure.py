@@ -51,6 +51,7 @@ class Failure:
         return replace(self, stage=self.stage or stage, worker_id=self.worker_id or worker_id)
 
     def __str__(self) -> str:
-        where = f" [{', '.join(one for one in (self.stage, self.worker_id) if one)}]" if self.stage else ""
+        places = [one for one in (self.stage, self.worker_id) if one]
+        where = f" [{', '.join(places)}]" if places else ""
         advice = f"; {self.fix}" if self.fix and self.fix not in self.text else ""
         return f"{self.reason}: {self.text}{advice}{where}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from pdlink.errors import PlanError
 from pdlink.layout.components import CacheLayout
@@ -51,8 +52,8 @@ class PullPlanner:
 
     `wanted` narrows the components and layers (default: all that `layout` has, draft components only when
     `destination` has regions for them). A row that several sources own is given to one of them, spread evenly.
-    Raises `PlanError` when a wanted row has no source or no destination, or page bytes differ. Immutable; safe to share
-    between threads.
+    Raises `PlanError` when a wanted row has no source or no destination, or page bytes differ, or two sources share a
+    name, and `LayoutError` for a wanted component that the layout lacks. Immutable; safe to share between threads.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class PullPlanner:
         self.layout = layout
         self.worker_ids = tuple(source.worker_id for source in sources)
         self._index = {worker_id: number for number, worker_id in enumerate(self.worker_ids)}
+        if len(self._index) != len(self.worker_ids):
+            raise PlanError(f"two prefill ranks share a name: {', '.join(self.worker_ids)}")
         targets = {(region.component, region.layer): region for region in destination}
         held: dict[tuple[str, int], list[tuple[int, Region]]] = {}
         for number, source in enumerate(sources):
@@ -95,7 +98,7 @@ class PullPlanner:
         Layers that decode did not ask for, and rows that another replica serves, are left out. Raises `PlanError`
         when `layers` names a layer that the worker does not own.
         """
-        number = self._number(worker_id)
+        number = self.number(worker_id)
         plan = self.groups.get(group)
         if plan is None:
             return np.zeros(0, dtype=np.int64)
@@ -118,10 +121,12 @@ class PullPlanner:
 
         Raises `PlanError` when a row is not served by the worker, or a page lies outside a region.
         """
-        plan = self.groups[group]
+        plan = self.groups.get(group)
+        if plan is None:
+            raise PlanError(f"nothing of page group {group!r} is wanted")
         if len(source_pages) != len(destination_pages):
             raise PlanError(f"{len(source_pages)} source pages do not pair with {len(destination_pages)} destinations")
-        if bool(np.any(plan.owner[rows] != self._number(worker_id))):
+        if bool(np.any(plan.owner[rows] != self.number(worker_id))):
             raise PlanError(f"{worker_id} does not serve all of the {len(rows)} rows asked of it")
         if not len(rows) or not len(source_pages):
             return PullBatch(worker_id, ())
@@ -131,7 +136,8 @@ class PullPlanner:
             worker_id, (GroupMove(group, pair_pages(source_pages, destination_pages), plan.table.take(rows)),)
         )
 
-    def _number(self, worker_id: str) -> int:
+    def number(self, worker_id: str) -> int:
+        """The index of a rank in `worker_ids`. Raises `PlanError` for a stranger."""
         try:
             return self._index[worker_id]
         except KeyError:
@@ -144,50 +150,74 @@ def check_batches(
     """Raise `PlanError` unless `batches` write every asked cell exactly once, from a rank that owns it.
 
     `destination_pages` are the pages asked for per group, int64 and without repeats. The error names the first cell
-    without a source or with two.
+    without a source or with several, or the first row whose source, addresses or pages are not those of its regions.
     """
+    for batch in batches:
+        for move in batch.moves:
+            if move.group not in planner.groups:
+                raise PlanError(f"{batch.worker_id} is asked for page group {move.group!r}, of which nothing is wanted")
     for name, plan in planner.groups.items():
         pages = destination_pages.get(name, np.zeros(0, dtype=np.int64))
-        order = np.argsort(pages, kind="stable")
-        ordered = pages[order]
-        if len(ordered) and bool(np.any(np.diff(ordered) == 0)):
+        ordered = np.sort(pages)
+        if bool(np.any(np.diff(ordered) == 0)):
             raise PlanError(f"page group {name!r} asks for a destination page twice")
+        # Counts stop at 2, so that no number of repeats can wrap around to 1.
         times = np.zeros((plan.num_rows, len(pages)), dtype=np.uint8)
         for batch in batches:
             for move in batch.moves:
-                if move.group == name:
-                    _check_owner(planner, plan, batch.worker_id, move)
-                    times[move.layers.rows] += _page_counts(move, ordered, name)
+                if move.group == name and len(move.layers.rows):
+                    _check_rows(planner, plan, batch.worker_id, move)
+                    written = times[move.layers.rows] + _page_counts(move, ordered, name)
+                    times[move.layers.rows] = np.minimum(written, 2, out=written)
         if bool(np.any(times != 1)):
             row, column = (int(one) for one in np.argwhere(times != 1)[0])
-            component, layer = plan.cells[row]
-            how = "no source" if times[row, column] == 0 else f"{int(times[row, column])} sources"
-            raise PlanError(f"{component!r} layer {layer}, destination page {int(ordered[column])} has {how}")
+            how = "no source" if times[row, column] == 0 else "more than one source"
+            raise PlanError(f"{_named(plan, row)}, destination page {int(ordered[column])} has {how}")
 
 
-def _check_owner(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: GroupMove) -> None:
-    rows = move.layers.rows
-    if bool(np.any(plan.owner[rows] != planner.worker_ids.index(worker_id))):
-        raise PlanError(f"{worker_id} is asked for rows that another rank serves")
-    same = (move.layers.source_base == plan.table.source_base[rows]) & (
-        move.layers.destination_base == plan.table.destination_base[rows]
-    )
-    if not bool(np.all(same)):
-        component, layer = plan.cells[int(rows[int(np.argmin(same))])]
-        raise PlanError(f"{component!r} layer {layer} is planned at an address that is not its region's")
+def _check_rows(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: GroupMove) -> None:
+    """Every row of the move is served by the worker, once, at the addresses and within the pages of its regions."""
+    rows, table = move.layers.rows, plan.table
+    if int(rows.min()) < 0 or int(rows.max()) >= plan.num_rows:
+        raise PlanError(f"rows {int(rows.min())}..{int(rows.max())} are outside the {plan.num_rows} of {plan.name!r}")
+    repeated = np.bincount(rows)
+    if int(repeated.max()) > 1:
+        raise PlanError(f"{_named(plan, int(repeated.argmax()))} is planned twice in one batch of {worker_id}")
+    mine = plan.owner[rows] == planner.number(worker_id)
+    if not bool(np.all(mine)):
+        row = int(rows[int(np.argmin(mine))])
+        serves = planner.worker_ids[int(plan.owner[row])]
+        raise PlanError(f"{_named(plan, row)} is asked of {worker_id}, but {serves} serves it")
+    for name in ("source_base", "source_stride", "destination_base", "destination_stride", "page_bytes"):
+        found, right = getattr(move.layers, name), getattr(table, name)[rows]
+        if not np.array_equal(found, right):
+            at = int(np.argmin(found == right))
+            raise PlanError(
+                f"{_named(plan, int(rows[at]))} is planned with {name}={int(found[at]):#x}, its region has "
+                f"{int(right[at]):#x}"
+            )
+    if move.runs.num_runs:
+        _check_range("source", move.runs.source, plan.source_pages[rows], plan, rows, worker_id)
+        last = move.runs.source + move.runs.count - 1
+        _check_range("source", last, plan.source_pages[rows], plan, rows, worker_id)
+        last = move.runs.destination + move.runs.count - 1
+        _check_range("destination", last, plan.destination_pages[rows], plan, rows, "this side")
 
 
-def _page_counts(move: GroupMove, ordered: Int64Array, group: str) -> np.ndarray:
-    """uint8 [len(ordered)]: how often the move writes each asked page."""
+def _page_counts(move: GroupMove, ordered: Int64Array, group: str) -> npt.NDArray[np.uint8]:
+    """uint8 [len(ordered)]: how often the move writes each asked page, 2 standing for more."""
     written = move.runs.destination_pages()
-    if not len(ordered):
-        raise PlanError(f"page group {group!r} asks for no page, but {len(written)} are planned")
     where = np.searchsorted(ordered, written)
-    where = np.minimum(where, len(ordered) - 1)
-    strange = ordered[where] != written
+    strange = where >= len(ordered)
+    strange[~strange] = ordered[where[~strange]] != written[~strange]
     if bool(np.any(strange)):
         raise PlanError(f"page group {group!r}: destination page {int(written[strange][0])} was not asked for")
-    return np.bincount(where, minlength=len(ordered)).astype(np.uint8)
+    return np.minimum(np.bincount(where, minlength=len(ordered)), 2).astype(np.uint8)
+
+
+def _named(plan: GroupPlan, row: int) -> str:
+    component, layer = plan.cells[row]
+    return f"{component!r} layer {layer}"
 
 
 def _wanted(
@@ -198,7 +228,7 @@ def _wanted(
 ) -> dict[str, tuple[int, ...]]:
     """Component -> layers to pull. Draft layers are optional on either side unless they are asked for by name."""
     if wanted is not None:
-        return {name: tuple(layers) for name, layers in wanted.items()}
+        return {layout.component(name).name: tuple(sorted(set(layers))) for name, layers in wanted.items()}
     chosen = {}
     for one in layout.components:
         layers = one.layers
