@@ -1,7 +1,7 @@
 """Owns the same-host backend: pulls straight from the owner's shared memory, page by page, without a staging copy.
 
 It serves host memory that `pdlink.memory.allocate` (or any `shm.Segment`) holds. Bytes move inside `poll`, on the
-caller's thread and in bounded pieces, so a pull is quiet whenever `poll` is not running.
+caller's thread and at most `BYTES_PER_POLL` at a time, so a pull is quiet whenever `poll` is not running.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.shm import SHM_DIR, AttachedSegment, attach, locate
-from pdlink.errors import BackendUnavailable, PeerGone, RegionError
-from pdlink.layout.regions import MemoryKind, Region
+from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
+from pdlink.layout.regions import MAX_ADDRESS, MemoryKind, Region
 from pdlink.transfer.descriptors import Descriptors, GroupMove, Int64Array, PullBatch
 
 BYTES_PER_POLL = 16 << 20
@@ -34,13 +34,27 @@ class _Mapped:
     segment: AttachedSegment
 
 
+@dataclass(slots=True, eq=False)
+class _Link:
+    """A peer as connected. No pull over it moves a byte once it is `broken`: by `fence`, by `close`, or because another
+    incarnation took its place."""
+
+    incarnation: int
+    mapped: tuple[_Mapped, ...]
+    broken: bool = False
+
+
 class _IpcPull(PullHandle):
-    def __init__(self, batch: PullBatch, pieces: Iterator[Descriptors], segments: tuple[AttachedSegment, ...]) -> None:
+    def __init__(self, batch: PullBatch, rows: Iterator[tuple[int, int, int]], link: _Link) -> None:
         super().__init__(batch)
-        self.pieces = pieces
-        self.segments = segments
-        """Held so that the mapping outlives a `disconnect` in the middle of the pull."""
+        self.rows = rows
+        self.link: _Link | None = link
+        """Held so that the mappings outlive a `disconnect` in the middle of the pull."""
         self.status = PullStatus.PENDING
+
+    def end(self, status: PullStatus, error: Exception | None = None) -> None:
+        self.status, self.error = status, error
+        self.rows, self.link = iter(()), None
 
 
 class IpcBackend(Backend):
@@ -52,7 +66,7 @@ class IpcBackend(Backend):
     def __init__(self) -> None:
         self._host = _host_identity()
         self._regions: dict[tuple[int, int], int] = {}
-        self._peers: dict[str, tuple[int, tuple[_Mapped, ...]]] = {}
+        self._peers: dict[str, _Link] = {}
         self._lock = threading.Lock()
 
     def register(self, region: Region) -> None:
@@ -93,7 +107,7 @@ class IpcBackend(Backend):
     def connect(self, peer: Peer) -> None:
         with self._lock:
             known = self._peers.get(peer.worker_id)
-        if known and known[0] == peer.incarnation:
+        if known and known.incarnation == peer.incarnation:
             return
         host, listed = _parse_endpoint(peer)
         if host != self._host:
@@ -106,53 +120,56 @@ class IpcBackend(Backend):
             for one in mapped:
                 one.segment.close()
             raise
+        link = _Link(peer.incarnation, tuple(sorted(mapped, key=lambda one: one.start)))
         with self._lock:
-            self._peers[peer.worker_id] = (peer.incarnation, tuple(sorted(mapped, key=lambda one: one.start)))
+            replaced = self._peers.get(peer.worker_id)
+            self._peers[peer.worker_id] = link
+        if replaced and replaced.incarnation != peer.incarnation:
+            replaced.broken = True
 
     def disconnect(self, peer: Peer) -> None:
         with self._lock:
             known = self._peers.get(peer.worker_id)
-            if known and known[0] == peer.incarnation:
+            if known and known.incarnation == peer.incarnation:
                 del self._peers[peer.worker_id]
 
     def submit(self, batch: PullBatch) -> PullHandle:
         with self._lock:
-            known = self._peers.get(batch.worker_id)
+            link = self._peers.get(batch.worker_id)
             spans = np.array(sorted(self._regions), dtype=np.int64).reshape(-1, 2)
-        if known is None:
+        if link is None:
             raise PeerGone(f"{batch.worker_id} is not connected over ipc")
         for move in batch.moves:
             _check_destinations(move, spans)
-        moves = tuple(_localised(move, known[1], batch.worker_id) for move in batch.moves)
-        pieces = PullBatch(batch.worker_id, moves).expand(ROWS_PER_PIECE)
-        return _IpcPull(batch, pieces, tuple(one.segment for one in known[1]))
+        moves = tuple(_localised(move, link.mapped, batch.worker_id) for move in batch.moves)
+        return _IpcPull(batch, _rows(PullBatch(batch.worker_id, moves).expand(ROWS_PER_PIECE)), link)
 
     def poll(self, handle: PullHandle) -> PullStatus:
         assert isinstance(handle, _IpcPull)
-        moved = 0
-        while handle.status is PullStatus.PENDING and moved < BYTES_PER_POLL:
-            piece = next(handle.pieces, None)
-            if piece is None:
-                handle.status = PullStatus.DONE
-                handle.segments = ()
-            else:
-                moved += _copy(piece)
+        if handle.link and handle.link.broken:
+            handle.end(PullStatus.FAILED, PeerGone(f"the link to {handle.batch.worker_id} was broken"))
+        if handle.status is PullStatus.PENDING and _copy(handle.rows):
+            handle.end(PullStatus.DONE)
         return handle.status
 
     def settle(self, handle: PullHandle) -> Settled:
         assert isinstance(handle, _IpcPull)
-        handle.pieces = iter(())
-        handle.segments = ()
         if handle.status is PullStatus.PENDING:
-            handle.status = PullStatus.FAILED
+            handle.end(PullStatus.FAILED, BackendError("the pull was stopped before all of it had landed"))
         return Settled.QUIET
 
     def fence(self, peer: Peer) -> tuple[str, ...]:
-        self.disconnect(peer)
+        with self._lock:
+            link = self._peers.get(peer.worker_id)
+            if link and link.incarnation == peer.incarnation:
+                link.broken = True
+                del self._peers[peer.worker_id]
         return (peer.worker_id,)
 
     def close(self) -> None:
         with self._lock:
+            for link in self._peers.values():
+                link.broken = True
             self._peers.clear()
             self._regions.clear()
 
@@ -172,9 +189,13 @@ def _parse_endpoint(peer: Peer) -> tuple[str, list[tuple[str, int, int]]]:
     try:
         blob = json.loads(peer.endpoint)
         listed = [(str(name), int(base), int(nbytes)) for name, base, nbytes in blob["segments"]]
-        return str(blob["host"]), listed
-    except (ValueError, KeyError, TypeError) as error:
+        host = str(blob["host"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise BackendUnavailable(f"{peer.worker_id} offers an ipc endpoint that cannot be read: {error}") from error
+    for name, base, nbytes in listed:
+        if base < 1 or nbytes < 1 or base + nbytes > MAX_ADDRESS:
+            raise BackendUnavailable(f"{peer.worker_id} offers segment {name} at {base:#x} of {nbytes} bytes over ipc")
+    return host, listed
 
 
 def _localised(move: GroupMove, mapped: tuple[_Mapped, ...], worker_id: str) -> GroupMove:
@@ -207,17 +228,39 @@ def _check_destinations(move: GroupMove, spans: Int64Array) -> None:
 def _extent(
     base: Int64Array, stride: Int64Array, page_bytes: Int64Array, page: Int64Array, count: Int64Array
 ) -> tuple[Int64Array, Int64Array]:
-    """First and past-the-end address that the pages touch, per layer."""
+    """First and past-the-end address that the pages touch, per layer. Raises `RegionError` where that wraps."""
     if not len(page):
         return base, base
     low, high = int(page.min()), int((page + count - 1).max())
+    if low < 0 or bool(np.any(high > (MAX_ADDRESS - page_bytes - base) // np.maximum(stride, 1))):
+        raise RegionError(f"pages {low}..{high} reach outside the address space")
     return base + low * stride, base + high * stride + page_bytes
 
 
-def _copy(piece: Descriptors) -> int:
-    """Move the rows; returns the bytes moved. Every range was checked by `submit`."""
-    memmove = ctypes.memmove
-    rows = zip(piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True)
+def _rows(pieces: Iterator[Descriptors]) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, nbytes) one by one, none longer than `BYTES_PER_POLL`."""
+    for piece in pieces:
+        for row in zip(piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True):
+            source, destination, nbytes = row
+            while nbytes > BYTES_PER_POLL:
+                yield source, destination, BYTES_PER_POLL
+                source, destination, nbytes = (
+                    source + BYTES_PER_POLL,
+                    destination + BYTES_PER_POLL,
+                    nbytes - BYTES_PER_POLL,
+                )
+            yield source, destination, nbytes
+
+
+def _copy(rows: Iterator[tuple[int, int, int]]) -> bool:
+    """Move rows until there are none, or until `BYTES_PER_POLL` bytes have moved; returns whether there are none.
+
+    Every range was checked by `submit`.
+    """
+    memmove, budget = ctypes.memmove, BYTES_PER_POLL
     for source, destination, nbytes in rows:
         memmove(destination, source, nbytes)
-    return int(piece.nbytes.sum())
+        budget -= nbytes
+        if budget <= 0:
+            return False
+    return True

@@ -57,16 +57,19 @@ def open_backends(text: str) -> dict[str, Backend]:
     """
     opened: dict[str, Backend] = {}
     reasons = []
-    for name in parse_backends(text):
-        try:
-            opened[name] = factory(name)()
-        except BackendUnavailable as error:
-            if text.strip() != "auto":
-                for one in opened.values():
-                    one.close()
-                raise
-            reasons.append(f"{name}: {error}")
-            log.info("backend %s is not used: %s", name, error)
+    try:
+        for name in parse_backends(text):
+            try:
+                opened[name] = factory(name)()
+            except BackendUnavailable as error:
+                if text.strip() != "auto":
+                    raise
+                reasons.append(f"{name}: {error}")
+                log.info("backend %s is not used: %s", name, error)
+    except BaseException:
+        for one in opened.values():
+            one.close()
+        raise
     if not opened:
         raise BackendUnavailable(f"no backend works here ({'; '.join(reasons)})")
     return opened
@@ -113,9 +116,15 @@ def _call_loaded(entry: EntryPoint) -> Backend:
 
 def _load(name: str, make: Callable[[], Backend]) -> Backend:
     try:
-        return make()
-    except ImportError as error:
+        made = make()
+    except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"backend {name} is not installed: {error}; pip install 'pdlink[{name}]'") from error
+    if getattr(made, "name", None) != name:
+        # Peers and settings speak of a backend by this name.
+        raise BackendUnavailable(
+            f"backend {name} calls itself {getattr(made, 'name', made)!r}; its name must be {name}"
+        )
+    return made
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -8,13 +8,15 @@ from pdlink.layout.parallel import RankCoordinates
 
 
 def may_send_aux(layout: CacheLayout, owned: OwnedLayers, rank: RankCoordinates) -> bool:
-    """Whether a rank can be elected: it has the last layer of the first component that has any, at tp 0.
+    """Whether a rank can be elected: it has the last layer that any component has, at tp 0.
 
-    The last layer's owner is the natural one, because its cache is final last. Under a replicated plan several ranks
-    qualify; each sends, and the receiver takes the elected one's.
+    The last layer's owner is the natural one, because its cache is final last. Which of several components counts goes
+    by their names, not by the order in which a side lists them. Under a replicated plan several ranks qualify; each
+    sends, and the receiver takes the elected one's.
     """
-    first = next(one for one in layout.components if one.layers and not one.is_draft)
-    return rank.tp == 0 and first.layers[-1] in owned.get(first.name, ())
+    model = [one for one in layout.components if one.layers and not one.is_draft]
+    last = max(model, key=lambda one: (one.layers[-1], one.name))
+    return rank.tp == 0 and last.layers[-1] in owned.get(last.name, ())
 
 
 def elect_aux_owner(layout: CacheLayout, plan: LayerPlan, dp: int) -> RankCoordinates:
