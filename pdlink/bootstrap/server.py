@@ -134,6 +134,7 @@ class BootstrapServer:
                 await _wait_for(self._stop, EXPIRY_INTERVAL_S)
         finally:
             await healthy.enter_graceful_shutdown()
+            self._service.end_watches()
             await server.stop(STOP_GRACE_S)
 
 

@@ -40,6 +40,7 @@ class BootstrapService:
         self._events = events
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._answers: dict[str, tuple[int, pb.PrefillServerInfo]] = {}
+        self._ending = False
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """The service, for `grpc.aio.Server.add_generic_rpc_handlers`."""
@@ -61,6 +62,13 @@ class BootstrapService:
         if dropped:
             self._events.emit("bootstrap.expired", num_workers=dropped)
         self._wake_watchers()
+
+    def end_watches(self) -> None:
+        """Let every watch return, before the server stops: one that is cut off is logged as a defect."""
+        self._ending = True
+        for wakes in self._watchers.values():
+            for wake in wakes:
+                wake.set()
 
     def _register(self, data: bytes) -> bytes:
         request = service_wire.parse(pb.RegisterRequest, data)
@@ -140,7 +148,7 @@ class BootstrapService:
         self._watchers.setdefault(name, set()).add(wake)
         try:
             sent = b""
-            while True:
+            while not self._ending:
                 wake.clear()
                 answer = self._watch_answer(name, decode)
                 if answer != sent:

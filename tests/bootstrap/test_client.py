@@ -301,12 +301,13 @@ def test_a_watch_goes_on_at_another_address(serve, client):
     assert follow.until(PrefillServerInfo).ranks[0].incarnation == 2
 
 
-def test_a_watch_outlives_a_restart_of_its_only_service(serve, client):
+def test_a_watch_outlives_a_restart_of_its_only_service(serve, client, caplog):
     server, follow = serve(), Follower()
     register(server, *make_instance())
     client(server.address).watch(NAME, PRINT, follow)
     assert follow.next().ranks[0].incarnation == 1
     server.close()
+    assert not [one for one in caplog.records if one.levelname == "ERROR"]
     register(serve(server.address), *make_instance(incarnation=2))
     assert follow.until(PrefillServerInfo).ranks[0].incarnation == 2
 
