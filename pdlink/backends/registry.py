@@ -119,11 +119,10 @@ def _load(name: str, make: Callable[[], Backend]) -> Backend:
         made = make()
     except (ImportError, AttributeError) as error:
         raise BackendUnavailable(f"backend {name} is not installed: {error}; pip install 'pdlink[{name}]'") from error
-    if getattr(made, "name", None) != name:
+    called = getattr(made, "name", None)
+    if called != name:
         # Peers and settings speak of a backend by this name.
-        raise BackendUnavailable(
-            f"backend {name} calls itself {getattr(made, 'name', made)!r}; its name must be {name}"
-        )
+        raise BackendUnavailable(f"backend {name} calls itself {called!r}; it must use the name of its entry point")
     return made
 
 

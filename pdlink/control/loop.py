@@ -6,15 +6,14 @@ that raises is logged and counted, and the thread lives on.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -22,6 +21,7 @@ import zmq
 
 from pdlink.address import Address
 from pdlink.control.frames import Frame
+from pdlink.control.timers import Call, Timer, Timers
 from pdlink.control.wire import decode, encode
 from pdlink.errors import FrameError, InvalidInput, StateError
 from pdlink.events import Events
@@ -29,11 +29,14 @@ from pdlink.events import Events
 log = logging.getLogger("pdlink.control")
 
 Clock: TypeAlias = Callable[[], float]
-Call: TypeAlias = Callable[[], None]
 Route: TypeAlias = bytes
 """The identity of a DEALER as its ROUTER sees it; a reconnect changes it."""
 ServerHandler: TypeAlias = Callable[[Route, Frame], None]
 ClientHandler: TypeAlias = Callable[[Frame], None]
+
+MAX_SOCKETS = 16_384
+"""A decode process has one for every prefill rank that it pulls from."""
+LONGEST_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -47,17 +50,6 @@ class LoopCounters:
     handler_errors: int = 0
 
 
-@dataclass(order=True, slots=True)
-class _Timer:
-    due: float
-    number: int
-    call: Call = field(compare=False)
-    live: bool = field(default=True, compare=False)
-
-    def cancel(self) -> None:
-        self.live = False
-
-
 class ControlLoop:
     """One I/O thread. `start` before use; `close` twice is fine and waits for the thread."""
 
@@ -67,12 +59,12 @@ class ControlLoop:
         self.counters = LoopCounters()
         self._max_frame_bytes = max_frame_bytes
         self._context = zmq.Context(io_threads=1)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
         self._calls: deque[Call] = deque()
-        self._timers: list[_Timer] = []
-        self._numbers = itertools.count()
+        self._timers = Timers()
         self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
         self._running = False
         self._closed = False
@@ -80,6 +72,8 @@ class ControlLoop:
         self._thread = threading.Thread(target=self._run, name="pdlink-control", daemon=True)
 
     def start(self) -> ControlLoop:
+        if self._closed:
+            raise StateError("the control loop is closed")
         self._running = True
         self._thread.start()
         return self
@@ -90,15 +84,15 @@ class ControlLoop:
 
     def call_soon(self, call: Call) -> None:
         """Run `call` on the I/O thread. Any thread may ask; dropped silently once the loop is closed."""
-        self._calls.append(call)
         with self._lock:
             if not self._closed:
+                self._calls.append(call)
                 os.eventfd_write(self._wake, 1)
 
-    def call_later(self, delay_s: float, call: Call) -> _Timer:
+    def call_later(self, delay_s: float, call: Call) -> Timer:
         """Run `call` on the I/O thread after `delay_s`. Any thread may ask; `cancel()` the result to forget it."""
-        timer = _Timer(self.clock() + delay_s, next(self._numbers), call)
-        self.call_soon(lambda: heapq.heappush(self._timers, timer))
+        timer = self._timers.make(self.clock() + delay_s, call)
+        self.call_soon(lambda: self._timers.set(timer))
         return timer
 
     def bind(self, address: Address, handler: ServerHandler) -> Server:
@@ -108,11 +102,8 @@ class ControlLoop:
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         host = f"[{address.host}]" if address.is_ipv6 else address.host
         try:
-            if address.port:
-                socket.bind(f"tcp://{host}:{address.port}")
-                port = address.port
-            else:
-                port = socket.bind_to_random_port(f"tcp://{host}")
+            socket.bind(f"tcp://{host}:{address.port}")
+            port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except zmq.ZMQError as error:
             socket.close(0)
             raise InvalidInput(f"cannot listen on {address} for control frames: {error}; choose another") from error
@@ -137,19 +128,17 @@ class ControlLoop:
         return Channel(self, socket, address)
 
     def close(self, timeout_s: float = 5.0) -> None:
+        """Run what was handed over before, then end the thread and close every socket. Twice is fine."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._running = False
             os.eventfd_write(self._wake, 1)
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._release()
+        elif threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            for socket in list(self._handlers):
-                socket.close(0)
-            self._context.term()
-            os.close(self._wake)
 
     # --- used by Server and Channel ---------------------------------------------------------------
 
@@ -168,9 +157,10 @@ class ControlLoop:
             socket.close(100)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        if self._closed:
-            raise StateError("the control loop is closed")
-        socket = self._context.socket(kind)
+        with self._lock:
+            if self._closed:
+                raise StateError("the control loop is closed")
+            socket = self._context.socket(kind)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
@@ -188,26 +178,36 @@ class ControlLoop:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._running:
-            for socket, _ in self._poller.poll(self._wait_ms()):
-                if socket == self._wake:
-                    os.eventfd_read(self._wake)
-                else:
-                    self._receive(socket)
-            while self._calls:
-                self._guard(self._calls.popleft())
-            now = self.clock()
-            while self._timers and self._timers[0].due <= now:
-                timer = heapq.heappop(self._timers)
-                if timer.live:
-                    self._guard(timer.call)
+        try:
+            while self._running:
+                for socket, _ in self._poller.poll(self._wait_ms()):
+                    if socket == self._wake:
+                        os.eventfd_read(self._wake)
+                    else:
+                        self._receive(socket)
+                self._run_calls()
+                for call in self._timers.pop_due(self.clock()):
+                    self._guard(call)
+            self._run_calls()
+        finally:
+            self._release()
+
+    def _run_calls(self) -> None:
+        for _ in range(len(self._calls)):  # what these hand over in turn waits until the sockets have been looked at
+            self._guard(self._calls.popleft())
+
+    def _release(self) -> None:
+        """Close what the loop holds, sockets included that were made but never came to the thread."""
+        with self._lock:
+            self._closed = True
+            self._running = False
+        self._context.destroy(linger=0)
+        os.close(self._wake)
+        for held in (self._handlers, self._calls, self._timers):
+            held.clear()
 
     def _wait_ms(self) -> int:
-        if self._calls:
-            return 0
-        if not self._timers:
-            return 1000
-        return min(1000, max(0, int((self._timers[0].due - self.clock()) * 1000) + 1))
+        return 0 if self._calls else math.ceil(self._timers.wait_s(self.clock(), LONGEST_WAIT_S) * 1000)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         handler = self._handlers.get(socket)

@@ -5,17 +5,18 @@ A frame that cannot be read is a `FrameError` that names what is wrong; the call
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from pdlink.bootstrap.messages import ProtocolRange
+from pdlink.bootstrap.wire import pack_fingerprint, unpack_fingerprint
 from pdlink.control import frames as fr
-from pdlink.errors import FrameError, LayoutError, Mismatch
-from pdlink.layout.fingerprint import Fingerprint
+from pdlink.errors import FrameError, Mismatch
 from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.v1 import common_pb2 as common
@@ -26,17 +27,18 @@ MAX_ID_BYTES = 256
 MAX_AUX_BYTES = 64 << 10
 MAX_TEXT = 4096
 MAX_ITEMS = 1 << 16
+MAX_PAGE_ID = (1 << 32) - 1
 BodyT = TypeVar("BodyT")
 
 
 def encode(frame: fr.Frame) -> bytes:
-    """The frame's bytes. Raises `FrameError` when it breaks a bound that `decode` would refuse."""
-    if not 0 < len(frame.transfer_id.encode()) <= MAX_ID_BYTES and not isinstance(frame.body, fr.Ping | fr.Pong):
-        raise FrameError(f"transfer id {frame.transfer_id[:64]!r} must have 1 to {MAX_ID_BYTES} bytes")
-    message = pb.Frame(version=VERSION, transfer_id=frame.transfer_id, attempt=frame.attempt)
+    """The frame's bytes, always the same for equal frames. Raises `FrameError` for what `decode` would refuse."""
     name, pack = _PACK[type(frame.body)]
-    getattr(message, name).SetInParent()
-    pack(frame.body, getattr(message, name))
+    with _naming(f"{name} frame"):
+        _check_head(name, frame.transfer_id, frame.attempt)
+        message = pb.Frame(version=VERSION, transfer_id=frame.transfer_id, attempt=frame.attempt)
+        getattr(message, name).SetInParent()
+        pack(frame.body, getattr(message, name))
     return bytes(message.SerializeToString(deterministic=True))
 
 
@@ -53,14 +55,24 @@ def decode(data: bytes | memoryview, max_bytes: int = 4 << 20) -> fr.Frame:
     if name is None:
         raise FrameError("control frame has no body that this version knows")
     _need(message.version == VERSION, f"frame version {message.version}, this side speaks {VERSION}")
-    _need(len(message.transfer_id.encode()) <= MAX_ID_BYTES, f"transfer id of over {MAX_ID_BYTES} bytes")
-    if name not in ("ping", "pong"):
-        _need(bool(message.transfer_id) and message.attempt != 0, f"{name} frame without a transfer id or an attempt")
-    try:
+    with _naming(f"{name} frame"):
+        _check_head(name, message.transfer_id, message.attempt)
         body = _UNPACK[name](getattr(message, name))
-    except (LayoutError, ValueError) as error:
-        raise error if isinstance(error, FrameError) else FrameError(f"{name} frame: {error}") from error
     return fr.Frame(message.transfer_id, message.attempt, body)
+
+
+def _check_head(name: str, transfer_id: str, attempt: int) -> None:
+    _need(len(transfer_id.encode()) <= MAX_ID_BYTES, f"transfer id of over {MAX_ID_BYTES} bytes")
+    _need(name in ("ping", "pong") or (transfer_id != "" and attempt != 0), "no transfer id or no attempt")
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Turn a value that cannot be used, or that protobuf refuses, into a `FrameError` that says in which frame."""
+    try:
+        yield
+    except ValueError as error:
+        raise FrameError(f"{what}: {error}") from error
 
 
 def _need(holds: bool, text: str) -> None:
@@ -78,7 +90,7 @@ def _short(text: str) -> str:
 
 def _pack_cause(cause: Failure, out: pb.Cause) -> None:
     out.reason, out.text, out.fix = cause.reason.value, cause.text[:MAX_TEXT], cause.fix[:MAX_TEXT]
-    out.worker_id, out.stage = cause.worker_id, cause.stage
+    out.worker_id, out.stage = cause.worker_id[:MAX_TEXT], cause.stage[:MAX_TEXT]
     for one in cause.mismatches:
         out.mismatches.add(field=one.field, prefill=one.prefill, decode=one.decode, fix=one.fix)
 
@@ -125,8 +137,8 @@ def _layers(messages: Any) -> dict[str, tuple[int, ...]]:
 def _pack_subscribe(body: fr.Subscribe, out: pb.Subscribe) -> None:
     out.protocol.least, out.protocol.greatest = body.protocol.least, body.protocol.greatest
     out.fingerprint_digest = body.fingerprint_digest
-    for name, value in body.fingerprint.items if body.fingerprint else ():
-        out.fingerprint.items.add(name=name, value=value)
+    if body.fingerprint:
+        out.fingerprint.CopyFrom(pack_fingerprint(body.fingerprint))
     _pack_readers(body.readers, out.readers)
     out.incarnation, out.next_sequence = body.incarnation, body.next_sequence
     for span in body.spans:
@@ -136,10 +148,9 @@ def _pack_subscribe(body: fr.Subscribe, out: pb.Subscribe) -> None:
 
 def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
     _need(len(message.fingerprint_digest) == 16, f"fingerprint digest of {len(message.fingerprint_digest)} bytes")
-    _need(len(message.fingerprint.items) <= MAX_ITEMS and len(message.spans) <= MAX_ITEMS, "too many items")
+    _need(len(message.spans) <= MAX_ITEMS and len(message.backends) <= MAX_ITEMS, "too many items")
     spans = tuple(fr.PageSpan(one.group, one.first_page, one.num_pages) for one in message.spans)
     _need(len({one.group for one in spans}) == len(spans), "a page group is listed twice")
-    items = tuple((one.name, one.value) for one in message.fingerprint.items)
     return fr.Subscribe(
         ProtocolRange(message.protocol.least, message.protocol.greatest),
         message.fingerprint_digest,
@@ -148,7 +159,7 @@ def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
         spans,
         message.next_sequence,
         tuple(message.backends),
-        Fingerprint(items) if items else None,
+        unpack_fingerprint(message.fingerprint) if message.HasField("fingerprint") else None,
     )
 
 
@@ -158,7 +169,10 @@ def _pack_subscribed(body: fr.Subscribed, out: pb.Subscribed) -> None:
 
 def _pack_ready(body: fr.Ready, out: pb.Ready) -> None:
     out.sequence, out.group, out.start_page = body.sequence, body.group, body.start_page
-    out.page_ids = np.ascontiguousarray(body.page_ids, dtype="<u4").tobytes()
+    pages = body.page_ids
+    if len(pages):
+        _need(int(pages.min()) >= 0 and int(pages.max()) <= MAX_PAGE_ID, f"page ids outside 0..{MAX_PAGE_ID}")
+    out.page_ids = np.ascontiguousarray(pages, dtype="<u4").tobytes()
     _pack_layers(body.layers, out.layers)
     out.generation, out.last = body.generation, body.last
     if body.aux is not None:
