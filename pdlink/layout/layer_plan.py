@@ -150,7 +150,9 @@ def _column_faults(
     gaps = [layer for layer, ranks in held.items() if not ranks]
     faults = []
     if gaps:
-        faults.append(PlanFault(name, f"{name!r} layers {_compact(gaps)} have no owner at dp{place[0]}.tp{place[1]}"))
+        faults.append(
+            PlanFault(name, f"{name!r} layers {compact_ids(gaps)} have no owner at dp{place[0]}.tp{place[1]}")
+        )
     for layer, ranks in held.items():
         if plan.kinds[name] is PlanKind.SPLIT and len(ranks) > 1:
             both = " and ".join(str(rank) for rank in ranks)
@@ -177,7 +179,7 @@ def _stages(num_layers: int, pp: int, starts: Sequence[int] | None) -> tuple[ran
     return tuple(range(a, b) for a, b in itertools.pairwise(bounds))
 
 
-def _compact(layers: Sequence[int]) -> str:
+def compact_ids(layers: Sequence[int]) -> str:
     """[0, 1, 2, 7] -> "0-2, 7"."""
     text, start = [], None
     for here, after in zip(layers, [*layers[1:], None], strict=True):

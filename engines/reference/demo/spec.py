@@ -77,7 +77,7 @@ def check_spec(spec: DemoSpec) -> DemoSpec:
             raise InvalidInput(f"{option} {value} must be at least 1")
     if spec.cp > layout.num_layers:
         raise InvalidInput(
-            f"--cp {spec.cp} is more than the {layout.num_layers} layers of {spec.model!r}; every rank of the demo owns "
+            f"--cp {spec.cp} is more than the {layout.num_layers} layers of {spec.model!r}; every rank owns "
             f"at least one, so give at most {layout.num_layers}"
         )
     if not spec.prompts or not all(spec.prompts):

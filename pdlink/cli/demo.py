@@ -1,0 +1,144 @@
+"""Owns `pdlink demo`: its options, what it shows and its exit code. The run is in `pdlink_engines.reference.demo`."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdlink.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from pdlink_engines.reference.demo.result import DemoResult
+    from pdlink_engines.reference.demo.spec import DemoSpec
+
+SHARED = "You are a helpful assistant. Answer in one short sentence. "
+DEFAULT_PROMPTS = (SHARED + "What is the capital of France?", SHARED + "What does a key-value cache hold?")
+
+
+class Inject(StrEnum):
+    """Damage to do on purpose, as an option."""
+
+    none = "none"
+    flip = "flip"
+    skip_owner = "skip-owner"
+    stale_scratch = "stale-scratch"
+    swap_layers = "swap-layers"
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="smollm2 (real weights) or glm-dsa-tiny (MLA + DSA, seeded).")] = "smollm2",
+    cp: Annotated[int, typer.Option(help="Context-parallel prefill ranks, a process each.")] = 3,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with one more prompt.")] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt, at most.")] = 24,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 32,
+    pool_pages: Annotated[int, typer.Option(help="Pages of every pool.")] = 64,
+    backend: Annotated[str, typer.Option(help="Transport to pull with, or auto.")] = "auto",
+    bootstrap: Annotated[str, typer.Option(help="Where the bootstrap service listens; port 0 is any.")] = "127.0.0.1:0",
+    inject: Annotated[Inject, typer.Option(help="Damage the run on purpose; the proof must find it.")] = Inject.none,
+    dump: Annotated[Path | None, typer.Option(help="Folder for the received pages and their plan.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")] = False,
+) -> None:
+    """Prefill with split layers, pull and merge them, generate, and prove that bytes and tokens are right."""
+    from pdlink.address import parse_address
+    from pdlink.backends.registry import parse_backends
+    from pdlink.cli.output import console, note, print_json
+
+    _need_reference_engine()
+    from pdlink_engines.reference.demo.run import run_demo
+    from pdlink_engines.reference.demo.spec import Damage, DemoSpec, read_prompts
+
+    parse_backends(backend)
+    prompts = read_prompts(list(prompt or ()), prompt_file) or DEFAULT_PROMPTS
+    _check_dump(dump)
+    with tempfile.TemporaryDirectory(prefix="pdlink-demo-") as folder:
+        spec = DemoSpec(
+            model=model,
+            cp=cp,
+            prompts=prompts,
+            new_tokens=new_tokens,
+            page_size=page_size,
+            chunk_tokens=chunk,
+            pool_pages=pool_pages,
+            backend=backend,
+            inject=Damage(inject.value),
+            run_dir=Path(folder),
+            bootstrap=str(parse_address(bootstrap)),
+        )
+        result = run_demo(spec, note)
+        if dump is not None:
+            _write_dump(dump, spec, result)
+    if json:
+        print_json(result.as_json())
+    else:
+        _show(console(), result)
+    if not result.passed:
+        from pdlink.cli.exits import WrongRun
+
+        raise WrongRun("; ".join(result.failures()))
+
+
+def _need_reference_engine() -> None:
+    from importlib.util import find_spec
+
+    missing = [one for one in ("transformers", "gguf") if find_spec(one) is None]
+    if missing:
+        raise InvalidInput(f"the demo needs {', '.join(missing)}; pip install 'pdlink[reference]'")
+
+
+def _check_dump(dump: Path | None) -> None:
+    if dump is None:
+        return
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+        if any(dump.iterdir()):
+            raise InvalidInput(f"--dump {dump} is not empty; name a new folder")
+    except OSError as error:
+        raise InvalidInput(f"--dump {dump} cannot be written: {error.strerror}") from error
+
+
+def _write_dump(dump: Path, spec: DemoSpec, result: DemoResult) -> None:
+    """The received and the expected pages as .npy files, and `plan.json`: enough to check them without pdlink."""
+    from pdlink_engines.reference.demo.dump import plan_of
+
+    for name in ("received", "expected"):
+        shutil.copytree(spec.run_dir / name, dump / name)
+    (dump / "plan.json").write_text(plan_of(spec, result), encoding="utf-8")
+
+
+def _show(out: Console, result: DemoResult) -> None:
+    from pdlink.cli.output import format_sizes, print_table
+
+    sizes = format_sizes([result.kv_bytes_unsplit, *result.kv_bytes_per_rank])
+    pulled = format_sizes(result.pulled_bytes_per_owner)
+    out.print(f"\n[bold]{result.model}[/bold] over {result.cp} prefill ranks, pulled over {result.backend}")
+    rows = [
+        [f"rank {rank}", _layer_text(result.layers[rank]), sizes[rank + 1], pulled[rank]] for rank in range(result.cp)
+    ]
+    rows.append(["unsplit", "all of them, on every rank", sizes[0], ""])
+    print_table(out, ["prefill", "layers", "KV memory", "pulled by decode"], rows, left=2)
+    for one in result.requests:
+        out.print(f"\n[bold]{one.request_id}[/bold] {one.prompt}", markup=True)
+        out.print(f"  {one.text.strip()}", style="green", markup=False)
+        out.print(
+            f"  {one.num_tokens} prompt tokens ({one.cached_tokens} from an earlier request), "
+            f"{sum(one.pulled_bytes):,} bytes, {one.transfer_ms:.1f} ms from the last publish to the end at decode"
+        )
+    out.print("\nproof")
+    for one in result.requests:
+        bytes_text = "bytes equal to the unsplit prefill" if one.bytes_equal else one.difference
+        out.print(f"  {one.request_id}: {bytes_text}; against plain transformers: {one.verdict}", markup=False)
+
+
+def _layer_text(layers: dict[str, list[int]]) -> str:
+    from pdlink.layout.layer_plan import compact_ids
+
+    return "; ".join(f"{name} {compact_ids(ids)}" for name, ids in layers.items() if ids) or "none"
