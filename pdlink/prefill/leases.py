@@ -1,4 +1,4 @@
-"""Owns what a prefill worker remembers for a limited time: verdicts it gave, and frames that came before their request.
+"""Owns what a prefill worker remembers for a limited time: answers it gave, and frames that came before their request.
 
 Pure: time is passed in. Both books are bounded; the oldest entry makes room.
 """
@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from pdlink.control.frames import Verdict
+from pdlink.control.frames import AbortAck, Verdict
 
 KeyT = TypeVar("KeyT", bound=Hashable)
 ValueT = TypeVar("ValueT")
@@ -60,5 +60,5 @@ class ExpiringBook(Generic[KeyT, ValueT]):
         return dropped
 
 
-VerdictBook = ExpiringBook[tuple[str, int], Verdict]
-"""(transfer id, attempt) -> the verdict given; it is repeated to duplicates of the release."""
+AnswerBook = ExpiringBook[tuple[str, int], Verdict | AbortAck]
+"""(transfer id, attempt) -> how that attempt ended here. It is repeated to duplicates, and nothing else is done."""

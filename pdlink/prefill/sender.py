@@ -31,6 +31,7 @@ from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SENDER_MOVES, SenderState, StateCell
 
 MAX_PAGES_PER_FRAME = 1 << 16
+MAX_PAGE_POSITION = 1 << 31
 MAX_DIGESTS_PER_FRAME = 1 << 18
 Send: TypeAlias = Callable[[bytes, int, Body], None]
 """(route, attempt, body): hand a frame about this request to the I/O thread."""
@@ -54,7 +55,10 @@ class RankFacts:
 
 @dataclass(slots=True)
 class _Reader:
-    """One reader of the set. `seen` is the sequence up to which Ready frames were sent to its current route."""
+    """One reader of the set.
+
+    `seen` is the sequence up to which Ready frames were sent to its current route; `through` that it has released.
+    """
 
     attempt: int
     route: bytes
@@ -122,8 +126,8 @@ class Sender:
                 raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
             pages = np.asarray(page_ids, dtype=np.int64).reshape(-1)
             chosen = self._layers(group, layers)
-            self._check(group, pages, chosen, aux, last)
             start = self._next_page.get(group, 0) if start_page is None else start_page
+            self._check(group, pages, start, chosen, aux, last)
             self._published.add(chosen, start, start + len(pages))
             self._next_page[group] = max(self._next_page.get(group, 0), start + len(pages))
             self._append(group, pages, start, chosen, last, aux)
@@ -160,28 +164,45 @@ class Sender:
 
     # --- frames and time, called by the worker under its lock -------------------------------------
 
-    def is_over_for(self, reader_index: int, attempt: int) -> bool:
+    def attempts(self) -> tuple[int, ...]:
+        """The attempts that have taken part: each belongs to this request and to no later one of the same id."""
+        return tuple(reader.attempt for reader in self._readers.values())
+
+    def must_wait(self, readers: ReaderSet, attempt: int) -> bool:
+        """Whether `attempt` must wait: an earlier attempt of that reader has not drained, or this request goes on
+        without it because it has released."""
+        reader = self._readers.get(readers.reader_index)
+        stranger = self._set is not None and not self._set.agrees(readers)
+        if reader is None or reader.attempt == attempt or stranger or self._state.now.is_final:
+            return False
+        return reader.through or not self._is_silent(reader, self._clock())
+
+    def is_over_for(self, readers: ReaderSet, attempt: int) -> bool:
         """Whether `attempt` means a later request of the same id: this one has ended, and that reader with it."""
-        reader = self._readers.get(reader_index)
-        return self._state.now.is_final and reader is not None and reader.attempt != attempt
+        if not self._state.now.is_final:
+            return False
+        reader = self._readers.get(readers.reader_index)
+        stranger = self._set is not None and not self._set.agrees(readers)
+        return stranger or (reader is not None and reader.attempt != attempt)
 
     def on_subscribe(self, route: bytes, attempt: int, body: Subscribe) -> None:
         now = self._clock()
-        refusal = self._refusal(body.readers, attempt)
+        refusal = self._refusal(body.readers)
         if refusal:
             self._send(route, attempt, Refused(refusal.at(self._state.now, self._rank.worker_id)))
             if self._state.now.is_final:
                 self._readers.setdefault(body.readers.reader_index, _Reader(attempt, route, now, through=True))
             return
         self._set = self._set or body.readers
-        reader = self._readers.get(body.readers.reader_index)
-        if reader and reader.attempt != attempt and not self._is_silent(reader, now):
+        if self.must_wait(body.readers, attempt):
             # A new attempt of the same reader runs once the old one has drained; until then it is told to wait.
             self._send(route, attempt, Subscribed(self._rank.incarnation, 0, False))
             return
+        reader = self._readers.get(body.readers.reader_index)
         if reader is None or reader.attempt != attempt:
             reader = self._readers[body.readers.reader_index] = _Reader(attempt, route, now)
-        reader.route, reader.heard, reader.seen = route, now, body.next_sequence
+        reader.route, reader.heard = route, now
+        reader.seen = min(body.next_sequence, len(self._publications))
         self._active = now
         self._send(route, attempt, Subscribed(self._rank.incarnation, len(self._publications), True))
         self._announce()
@@ -204,13 +225,17 @@ class Sender:
     def on_abort(self, route: bytes, attempt: int, body: Abort) -> None:
         """Answer always; end the request when the abort comes from a reader that still needs it."""
         self._send(route, attempt, AbortAck())
-        reader = self._readers.get(body.readers.reader_index)
-        stranger = self._set is not None and not self._set.agrees(body.readers)
+        self.stop(body.readers, attempt, body.cause)
+
+    def stop(self, readers: ReaderSet, attempt: int, cause: Failure) -> None:
+        """End the request because `attempt` cannot or will not go on, unless it has no say in it (any more)."""
+        reader = self._readers.get(readers.reader_index)
+        stranger = self._set is not None and not self._set.agrees(readers)
         if self._state.now.is_final or stranger or (reader and (reader.attempt != attempt or reader.through)):
             return
         if reader:
             reader.through = True
-        self._end(SenderState.ABORTED, body.cause.at("", self._rank.worker_id))
+        self._end(SenderState.ABORTED, cause)
 
     def expire(self, now: float) -> None:
         """End the request when nobody has touched its published pages for a lease."""
@@ -236,20 +261,31 @@ class Sender:
         return {name: ids for name, ids in chosen.items() if ids}
 
     def _check(
-        self, group: str, pages: Int64Array, layers: Mapping[str, tuple[int, ...]], aux: bytes | None, last: bool
+        self,
+        group: str,
+        pages: Int64Array,
+        start: int,
+        layers: Mapping[str, tuple[int, ...]],
+        aux: bytes | None,
+        last: bool,
     ) -> None:
         if aux is not None and not last:
             raise InvalidInput(f"transfer {self.transfer_id!r}: aux goes with the last publish")
         if aux is not None and len(aux) > self._rank.max_aux_bytes:
             raise InvalidInput(f"aux of {len(aux)} bytes is over the limit of {self._rank.max_aux_bytes}")
-        for name, ids in layers.items():
-            for layer in ids:
-                limit = self._rank.regions[name, layer].num_pages
-                if len(pages) and not (int(pages.min()) >= 0 and int(pages.max()) < limit):
-                    raise InvalidInput(
-                        f"transfer {self.transfer_id!r} publishes pages {int(pages.min())}..{int(pages.max())} of a "
-                        f"pool of {limit} pages ({name!r} layer {layer})"
-                    )
+        if not 0 <= start <= MAX_PAGE_POSITION - len(pages):
+            raise InvalidInput(
+                f"transfer {self.transfer_id!r} publishes page positions [{start}, {start + len(pages)}) of group "
+                f"{group!r}; they begin at 0 and end below {MAX_PAGE_POSITION}"
+            )
+        low, high = (int(pages.min()), int(pages.max())) if len(pages) else (0, -1)
+        limits = [(self._rank.regions[name, layer].num_pages, name, layer) for name in layers for layer in layers[name]]
+        limit, name, layer = min(limits, default=(MAX_PAGE_POSITION, "", 0))
+        if low < 0 or high >= limit:
+            raise InvalidInput(
+                f"transfer {self.transfer_id!r} publishes pages {low}..{high} of a pool of {limit} pages ({name!r} "
+                f"layer {layer})"
+            )
 
     def _append(
         self,
@@ -293,15 +329,11 @@ class Sender:
                 self._send(reader.route, reader.attempt, publication.ready())
             reader.seen = max(reader.seen, len(self._publications))
 
-    def _refusal(self, readers: ReaderSet, attempt: int) -> Failure | None:
+    def _refusal(self, readers: ReaderSet) -> Failure | None:
         if self._set and not self._set.agrees(readers):
             return self._other_set(readers)
         if self._state.now.is_final:
             return self.failure or Failure(FailureReason.STALE, f"transfer {self.transfer_id!r} has been released")
-        reader = self._readers.get(readers.reader_index)
-        if reader and reader.through and reader.attempt != attempt:
-            text = f"reader {readers.reader_index} has released transfer {self.transfer_id!r} already"
-            return Failure(FailureReason.STALE, text)
         return None
 
     def _other_set(self, readers: ReaderSet) -> Failure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,8 @@ from pdlink.layout.fingerprint import Fingerprint, fingerprint
 from pdlink.layout.layer_plan import OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import Region, check_region
-from pdlink.prefill.leases import ExpiringBook, VerdictBook
+from pdlink.prefill.early import Early
+from pdlink.prefill.leases import AnswerBook, ExpiringBook
 from pdlink.prefill.sender import RankFacts, Send, Sender
 from pdlink.transfer.failure import Failure, FailureReason
 
@@ -73,14 +75,6 @@ class PrefillRank:
         return f"{self.instance}/{self.rank}"
 
 
-@dataclass(slots=True)
-class _Early:
-    """Frames of a request that the engine has not opened yet, the newest per reader."""
-
-    frames: dict[int, tuple[bytes, int, Subscribe | Release | Abort]] = field(default_factory=dict)
-    refusal: Failure | None = None
-
-
 class PrefillWorker:
     """One prefill rank. `open` a request, publish through the `Sender` it returns. `close` twice is fine."""
 
@@ -96,8 +90,8 @@ class PrefillWorker:
         self._side = Side(rank.protocol, fingerprint(rank.layout))
         self._facts = _facts(rank, settings)
         self._senders: dict[str, Sender] = {}
-        self._early: ExpiringBook[str, _Early] = ExpiringBook(settings.publication_lease_s, settings.max_transfers)
-        self._verdicts: VerdictBook = ExpiringBook(settings.verdict_ttl_s, settings.max_transfers)
+        self._early: ExpiringBook[str, Early] = ExpiringBook(settings.publication_lease_s, settings.max_transfers)
+        self._answers: AnswerBook = ExpiringBook(settings.verdict_ttl_s, settings.max_transfers)
         self._closed = False
         for region in rank.regions:
             for backend in backends.values():
@@ -157,13 +151,15 @@ class PrefillWorker:
                     f"transfer {transfer_id!r} is {known.poll()} on {self.rank.worker_id} already; give every live "
                     "request an id of its own"
                 )
-            if known is None and len(self._senders) >= self._settings.max_transfers:
-                raise StateError(f"{len(self._senders)} transfers are live (PDLINK_MAX_TRANSFERS)")
+            now = self._loop.clock()
+            if known:
+                self._forget(known, now)
+            self._make_room(now)
             sender = Sender(transfer_id, self._facts, self._sender_send(transfer_id), self._loop.clock, self._lock)
             self._senders[transfer_id] = sender
-            early = self._early.pop(transfer_id, self._loop.clock())
+            early = self._early.pop(transfer_id, now)
             if early:
-                self._replay(sender, early)
+                self._replay(sender, early, now)
             return sender
 
     def close(self) -> None:
@@ -207,42 +203,51 @@ class PrefillWorker:
             self._reply(route, frame, Refused(refusal))
             self.events.emit("transfer.refused", worker_id=self.rank.worker_id, reason=refusal.reason.value)
             if refusal.reason is FailureReason.INCOMPATIBLE:
-                self._refuse(frame.transfer_id, sender, refusal)
+                self._refuse(route, frame, body, sender, refusal)
             return
-        if self._verdicts.get((frame.transfer_id, frame.attempt), self._loop.clock()):
+        if self._answers.get((frame.transfer_id, frame.attempt), self._loop.clock()):
             return  # a late duplicate of an attempt that is over
-        if sender and not sender.is_over_for(body.readers.reader_index, frame.attempt):
+        if sender and sender.must_wait(body.readers, frame.attempt):
+            self._keep_early(route, frame, body)
+        if sender and not sender.is_over_for(body.readers, frame.attempt):
             sender.on_subscribe(route, frame.attempt, body)
             return
-        self._keep_early(route, frame, body, body.readers.reader_index)
+        self._keep_early(route, frame, body)
         self._reply(route, frame, Subscribed(self.rank.incarnation, 0, False))
 
     def _on_release(self, route: bytes, frame: Frame, body: Release) -> None:
         key = (frame.transfer_id, frame.attempt)
         now = self._loop.clock()
-        known = self._verdicts.get(key, now)
+        known = self._answers.get(key, now)
         sender = self._senders.get(frame.transfer_id)
         if known:
             self._reply(route, frame, known)
         elif sender and (body.pulled or not sender.poll().is_final):
-            self._verdicts.put(key, sender.on_release(route, frame.attempt, body), now)
+            self._answers.put(key, sender.on_release(route, frame.attempt, body), now)
         else:
             verdict = self._verdict_without_request(body)
-            self._verdicts.put(key, verdict, now)
+            self._answers.put(key, verdict, now)
             self._reply(route, frame, verdict)
-            if verdict.unchanged:
-                self._keep_early(route, frame, body, body.readers.reader_index)
+            if verdict.unchanged and sender is None:
+                self._keep_early(route, frame, body)
 
     def _on_abort(self, route: bytes, frame: Frame, body: Abort) -> None:
+        key = (frame.transfer_id, frame.attempt)
+        now = self._loop.clock()
         sender = self._senders.get(frame.transfer_id)
+        if self._answers.get(key, now):
+            self._reply(route, frame, AbortAck())  # it is over, so it has no say in a later request of this id
+            return
+        self._answers.put(key, AbortAck(), now)
+        early = self._early.get(frame.transfer_id, now)
+        if early and sender:
+            early.drop(body.readers, frame.attempt)  # it waited for the request before it to end
         if sender and not sender.poll().is_final:
             sender.on_abort(route, frame.attempt, body)
             return
         self._reply(route, frame, AbortAck())
-        early = self._early.get(frame.transfer_id, self._loop.clock())
-        kept = early.frames.get(body.readers.reader_index) if early else None
-        if sender is None and (kept is None or kept[1] == frame.attempt):
-            self._keep_early(route, frame, body, body.readers.reader_index)
+        if sender is None:
+            self._keep_early(route, frame, body)
 
     def _refusal(self, body: Subscribe) -> Failure | None:
         """Protocol, then fingerprint, then who is meant: the order in which both sides check."""
@@ -262,12 +267,12 @@ class PrefillWorker:
             return Failure(FailureReason.STALE, text, self.rank.worker_id, "subscribe", "resolve again")
         return None
 
-    def _refuse(self, transfer_id: str, sender: Sender | None, refusal: Failure) -> None:
+    def _refuse(self, route: bytes, frame: Frame, body: Subscribe, sender: Sender | None, refusal: Failure) -> None:
         """Fail this end too: the open request, or the one that the engine will open."""
-        if sender and not sender.poll().is_final:
-            sender.fail(refusal)
-        elif sender is None:
-            self._early.put(transfer_id, _Early(refusal=refusal), self._loop.clock())
+        if sender:
+            sender.stop(body.readers, frame.attempt, refusal)
+        else:
+            self._keep_early(route, frame, Abort(refusal, body.readers))
 
     def _verdict_without_request(self, body: Release) -> Verdict:
         if not body.pulled:
@@ -275,23 +280,37 @@ class PrefillWorker:
         text = f"{self.rank.worker_id} does not know this request (any more), so it cannot vouch for its pages"
         return Verdict(False, Failure(FailureReason.STALE, text, self.rank.worker_id, "confirming"))
 
-    def _keep_early(self, route: bytes, frame: Frame, body: Subscribe | Release | Abort, reader_index: int) -> None:
+    def _keep_early(self, route: bytes, frame: Frame, body: Subscribe | Release | Abort) -> None:
         now = self._loop.clock()
-        early = self._early.get(frame.transfer_id, now) or _Early()
-        early.refusal = None
-        early.frames[reader_index] = (route, frame.attempt, body)
+        early = self._early.get(frame.transfer_id, now) or Early()
+        early.keep(route, frame.attempt, body)
         self._early.put(frame.transfer_id, early, now)
 
-    def _replay(self, sender: Sender, early: _Early) -> None:
-        if early.refusal:
-            sender.fail(early.refusal)
-        for route, attempt, body in early.frames.values():
-            if isinstance(body, Subscribe):
-                sender.on_subscribe(route, attempt, body)
-            elif isinstance(body, Release):
+    def _replay(self, sender: Sender, early: Early, now: float) -> None:
+        for route, attempt, body in early.in_order():
+            if isinstance(body, Release):
                 sender.on_release(route, attempt, body)
-            else:
-                sender.on_abort(route, attempt, body)
+            elif isinstance(body, Abort):
+                sender.stop(body.readers, attempt, body.cause)
+            elif not self._answers.get((sender.transfer_id, attempt), now):
+                sender.on_subscribe(route, attempt, body)
+
+    def _make_room(self, now: float) -> None:
+        """Forget requests that ended, the oldest first, when there are too many. Raises `StateError` if all live."""
+        if len(self._senders) < self._settings.max_transfers:
+            return
+        ended = next((one for one in self._senders.values() if one.poll().is_final), None)
+        if ended is None:
+            raise StateError(f"{len(self._senders)} transfers are live (PDLINK_MAX_TRANSFERS)")
+        self._forget(ended, now)
+
+    def _forget(self, sender: Sender, now: float) -> None:
+        """Let go of a request that ended. What its attempts still send must not reach a later one of the same id."""
+        del self._senders[sender.transfer_id]
+        for attempt in sender.attempts():
+            key = (sender.transfer_id, attempt)
+            if not self._answers.get(key, now):
+                self._answers.put(key, AbortAck(), now)
 
     def _reply(self, route: bytes, frame: Frame, body: Body) -> None:
         self._server.send(route, Frame(frame.transfer_id, frame.attempt, body))
@@ -313,7 +332,7 @@ class PrefillWorker:
                 if sender.ended_at is not None and now - sender.ended_at > self._settings.verdict_ttl_s:
                     del self._senders[transfer_id]
             self._early.expire(now)
-            self._verdicts.expire(now)
+            self._answers.expire(now)
 
 
 def _facts(rank: PrefillRank, settings: Settings) -> RankFacts:
@@ -336,6 +355,6 @@ def _facts(rank: PrefillRank, settings: Settings) -> RankFacts:
         settings.max_aux_bytes,
         settings.publication_lease_s,
         settings.verify_digests,
-        # Generations of two lives of a worker never meet, because each counts from its own start time.
-        itertools.count(rank.incarnation),
+        # Generations of two lives of a worker never meet, because each counts from somewhere else.
+        itertools.count(secrets.randbits(62)),
     )
