@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, PdlinkError, StateError
 
 DEFAULT_TIMEOUT_S = 30.0
+# How many groups of the same ranks this process has formed: the ranks of a group meet under the same number.
+_GENERATIONS: Counter[tuple[int, ...]] = Counter()
 
 
 class Communicator(Protocol):
@@ -40,17 +43,28 @@ class Communicator(Protocol):
     def close(self) -> None: ...
 
 
+class _Collectives(Protocol):
+    """The part of a torch process group that is used; its own stubs leave these out."""
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> dist.Work: ...
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> dist.Work: ...
+
+    def shutdown(self) -> None: ...
+
+
 class GroupCommunicator:
-    """A `torch.distributed` group of `global_ranks`, which are listed in shard rank order.
+    """A gloo group of `global_ranks`, which are listed in shard rank order.
 
     Creating it is collective over those ranks only; other ranks of the world need not call. Every wait ends after
     `timeout_s`. Once a wait has failed, the group's connections are undefined: every later call raises the first
     failure again. One thread at a time.
+
+    The group is made on the store of the default group directly: `new_group` would have every rank of the world call
+    it, or name the group by a count of groups that need not be equal on all ranks and that repeats after a close.
     """
 
-    def __init__(
-        self, global_ranks: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str = "gloo"
-    ) -> None:
+    def __init__(self, global_ranks: Sequence[int], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if not dist.is_initialized():
             raise StateError("torch.distributed is not initialized; call init_process_group before opening a reader")
         self.global_ranks = tuple(int(rank) for rank in global_ranks)
@@ -72,35 +86,22 @@ class GroupCommunicator:
         self.nbytes_gathered = 0
         self._announcements: list[dist.Work] = []
         self._failure: PdlinkError | None = None
-        try:
-            self._group: dist.ProcessGroup | None = dist.new_group(
-                ranks=sorted(self.global_ranks),
-                timeout=timedelta(seconds=timeout_s),
-                backend=backend,
-                use_local_synchronization=True,
-                group_desc="pdlink",
-            )
-        except RuntimeError as exc:
-            raise DeadlineExceeded(
-                f"shard group {list(self.global_ranks)} did not form within {timeout_s:g} s: {_first_line(exc)}"
-            ) from exc
-        # torch orders a group by global rank; shard ranks may be listed otherwise.
-        self._order = [sorted(self.global_ranks).index(rank) for rank in self.global_ranks]
+        self._group: _Collectives | None = self._form()
 
     def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
         group = self._usable(what)
         every = [torch.zeros_like(record) for _ in self.global_ranks]
         try:
-            dist.all_gather(every, record, group=group)
+            group.allgather([every], [record]).wait()
         except RuntimeError as exc:
             raise self._broken(exc, what) from exc
         self.nbytes_gathered += record.nbytes * len(every)
-        return torch.stack([every[index] for index in self._order])
+        return torch.stack(every)
 
     def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
         group = self._usable(what)
         try:
-            dist.broadcast(data, src=self.global_ranks[root], group=group)
+            group.broadcast(data, root).wait()
         except RuntimeError as exc:
             raise self._broken(exc, what) from exc
         self.nbytes_broadcast += data.nbytes
@@ -111,9 +112,7 @@ class GroupCommunicator:
         every = [torch.zeros_like(record) for _ in self.global_ranks]
         # A group that is broken already has told the others by itself.
         with contextlib.suppress(RuntimeError):
-            work = dist.all_gather(every, record, group=self._group, async_op=True)
-            if work is not None:
-                self._announcements.append(work)
+            self._announcements.append(self._group.allgather([every], [record]))
 
     def close(self) -> None:
         """Wait (at most `timeout_s`) until announcements are heard, and leave the group; twice is fine."""
@@ -124,10 +123,24 @@ class GroupCommunicator:
             with contextlib.suppress(RuntimeError):
                 work.wait()
         self._announcements.clear()
-        if dist.is_initialized():
-            dist.destroy_process_group(group)
+        with contextlib.suppress(RuntimeError):
+            group.shutdown()
 
-    def _usable(self, what: str) -> dist.ProcessGroup:
+    def _form(self) -> _Collectives:
+        generation = _GENERATIONS[self.global_ranks]
+        _GENERATIONS[self.global_ranks] += 1
+        name = f"pdlink/{'.'.join(map(str, self.global_ranks))}/{generation}"
+        store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        try:
+            group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=self.timeout_s))
+        except RuntimeError as exc:
+            raise DeadlineExceeded(
+                f"shard group {list(self.global_ranks)} did not form within {self.timeout_s:g} s: {_first_line(exc)}; "
+                "every rank of it must open its reader, in the same order as its other readers"
+            ) from exc
+        return cast("_Collectives", group)
+
+    def _usable(self, what: str) -> _Collectives:
         if self._group is None:
             raise StateError(f"{what}: the communicator of shard group {list(self.global_ranks)} is closed")
         if self._failure is not None:

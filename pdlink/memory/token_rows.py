@@ -32,11 +32,13 @@ def write_rows(
     pages: torch.Tensor, component: Component, field: Field, page: torch.Tensor, row: torch.Tensor, data: torch.Tensor
 ) -> None:
     """Put `data`, uint8 [n, token_bytes], at (page[i], row[i]) of `field`. Of rows named twice, either may win."""
+    if not len(page):
+        return
     unit = _unit(component, field)
-    data = data.contiguous()
-    if data.data_ptr() % unit or data.storage_offset() % unit:
-        data = data.clone()
-    typed = data.view(unit_dtype(unit)).view(len(page), field.num_heads, field.bytes_per_token // unit)
+    flat = data.reshape(-1)
+    if flat.data_ptr() % unit or flat.storage_offset() % unit:
+        flat = flat.clone()
+    typed = flat.view(unit_dtype(unit)).view(len(page), field.num_heads, field.bytes_per_token // unit)
     _view(pages, component, field, unit)[page, row] = typed
 
 
