@@ -1,0 +1,94 @@
+"""Owns the exit codes of the command and which error ends in which, as one line. It prints nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import typer
+
+from pdlink.errors import (
+    BackendUnavailable,
+    DeadlineExceeded,
+    DuplicateTransfer,
+    IncompatibleError,
+    InvalidInput,
+    NotReady,
+    PdlinkError,
+    StaleIncarnation,
+)
+
+OK = 0
+WRONG = 1
+UNUSABLE = 2
+BUG = 3
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+TERMINATED = 143
+
+SUMMARY = (
+    "Exit codes: 0 done; 1 a run failed or was found wrong; 2 input or environment that cannot be used; "
+    "3 a bug in pdlink; 130 Ctrl-C."
+)
+
+# What the caller can put right: another value, another setting, another peer, a later moment.
+_UNUSABLE = (
+    InvalidInput,
+    IncompatibleError,
+    NotReady,
+    BackendUnavailable,
+    DuplicateTransfer,
+    StaleIncarnation,
+    DeadlineExceeded,
+)
+
+
+class WrongRun(PdlinkError):
+    """A run that ended, and whose result is not what it must be: the message says where. Exit code 1."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised in the main thread so that cleaning up goes the same way as after Ctrl-C."""
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code in which `error` ends the command."""
+    if isinstance(error, Terminated):
+        return TERMINATED
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, typer.TyperException):
+        return UNUSABLE
+    if isinstance(error, BrokenPipeError):
+        return BROKEN_PIPE
+    if isinstance(error, PdlinkError):
+        return UNUSABLE if isinstance(error, _UNUSABLE) else WRONG
+    return BUG
+
+
+def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """`error` as one line for an operator. `arguments` are the command line, for the value that was given."""
+    text = _usage(error, arguments) if isinstance(error, typer.TyperException) else str(error)
+    return " ".join(text.split()) or type(error).__name__
+
+
+def _usage(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """A mistake in the command line. The parser names the option, but neither the value nor where to look."""
+    text = error.format_message().rstrip(".")
+    names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
+    value = _given(names, arguments)
+    if value is not None:
+        text = f"{names[0]} {value!r} cannot be used: {error.message.rstrip('.')}"
+    context: typer.Context | None = getattr(error, "ctx", None)
+    return f"{text}; see '{context.command_path} --help'" if context else text
+
+
+def _given(names: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """The value that follows one of the option's names on the command line."""
+    for here, after in itertools.zip_longest(arguments, arguments[1:]):
+        if here in names:
+            return after
+        name, equals, value = here.partition("=")
+        if equals and name in names:
+            return value
+    return None

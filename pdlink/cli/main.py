@@ -1,0 +1,122 @@
+"""Owns the `pdlink` command: its sub-commands, what every run of it shares, and how errors leave it.
+
+A sub-command is a module of this package with a typer function. At the top such a module imports nothing heavy (torch,
+grpc, numpy, rich): that happens inside the function, so that `pdlink plan` pays only for itself. Register it below.
+Errors are raised as `PdlinkError`, never printed: `main` is the one place that prints them and picks the exit code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+from pdlink import __version__
+from pdlink.cli import bench_control, bench_plan, bootstrap, demo, exits, plan
+from pdlink.cli.interrupts import orderly_end
+from pdlink.errors import ConfigError
+
+EXAMPLES = """\b
+Examples:
+  pdlink plan --model glm-5.2 --cp 4 --tokens 8192
+  pdlink bootstrap --bind 127.0.0.1:7400
+  pdlink bench plan --json
+  pdlink bench control --cp 4"""
+
+app = typer.Typer(
+    name="pdlink",
+    help="Layer-split prefill and its link to decode: plan it, run it, measure it.",
+    epilog=f"{EXAMPLES}\n\n{exits.SUMMARY}",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench = typer.Typer(name="bench", help="Measure a part on this machine.", rich_markup_mode=None)
+app.command()(demo.demo)
+app.command()(plan.plan)
+app.command()(bootstrap.bootstrap)
+bench.command("plan")(bench_plan.bench_plan)
+bench.command("control")(bench_control.bench_control)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pdlink {__version__}")
+        raise typer.Exit
+
+
+@bench.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def run() -> None:
+    """The console script."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code. Whatever goes wrong is one line on standard error."""
+    try:
+        with orderly_end():
+            _set_up_logging()
+            _invoke(arguments)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has left. What is still buffered must not fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return exits.BROKEN_PIPE
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        return exits.exit_code(error)
+    except Exception as error:  # noqa: BLE001 - the process boundary: nothing above can report it
+        code = exits.exit_code(error)
+        if code == exits.BUG:
+            traceback.print_exc()
+            print("error: a bug in pdlink, please report it with the lines above", file=sys.stderr)
+        else:
+            print(f"error: {exits.one_line(error, arguments)}", file=sys.stderr)
+        return code
+    return exits.OK
+
+
+def _invoke(arguments: Sequence[str]) -> None:
+    """Parse and run. Not `app()`: that prints errors and picks exit codes in its own way."""
+    command = get_command(app)
+    try:
+        with command.make_context("pdlink", list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        if end.exit_code:
+            raise RuntimeError(f"a command ended with code {end.exit_code} instead of an error") from end
+
+
+def _set_up_logging() -> None:
+    """Log to standard error at the level of `PDLINK_LOG` (default: warning)."""
+    # grpc's core prints what it also raises; an error is one line here.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    text = os.environ.get("PDLINK_LOG", "warning")
+    level = logging.getLevelNamesMapping().get(text.upper())
+    if level is None:
+        raise ConfigError(f"PDLINK_LOG={text!r} is not a log level; use debug, info, warning or error")
+    logging.basicConfig(level=level, format="%(levelname).1s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
