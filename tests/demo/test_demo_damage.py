@@ -1,0 +1,36 @@
+"""Damage that is done on purpose is found, and named."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.demo.command import run_command
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]
+
+
+@pytest.mark.parametrize("damage", ["flip", "skip-owner", "stale-scratch", "swap-layers"])
+def test_damage_exits_1_and_names_component_layer_and_page(damage: str, tmp_path: Path) -> None:
+    ended = run_command(
+        "demo", "--model", "glm-dsa-tiny", "--cp", "2", "--new-tokens", "4", "--inject", damage, "--json",
+        "--dump", str(tmp_path / "dump"),
+    )  # fmt: skip
+    assert ended.code == 1
+    found = ended.json
+    assert found["bytes_equal"] is False
+    assert found["passed"] is False
+    assert re.search(r"component '\w+', layer \d+, page \d+ differs", found["failures"][0])
+    assert len(ended.error_lines) == 1
+    assert "differs" in ended.error_lines[0]
+    # The script that imports no pdlink comes to the same verdict.
+    script = Path(__file__).with_name("check_dump.py")
+    checked = subprocess.run(
+        [sys.executable, "-I", str(script), str(tmp_path / "dump")], capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 1
+    assert "differs" in checked.stdout
