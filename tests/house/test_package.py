@@ -148,7 +148,9 @@ def test_every_package_folder_is_listed_in_pyproject() -> None:
         for folder, top in ROOTS.items()
         for init in (REPO / folder).rglob("__init__.py")
     ]
-    assert sorted(listed) == sorted(found)
+    assert sorted(set(listed) ^ set(found)) == [], (
+        "list exactly the folders with an __init__.py under [tool.setuptools]"
+    )
     folders = {path.parent for folder in ROOTS for path in (REPO / folder).rglob("*.py")}
     assert [str(folder) for folder in sorted(folders) if not (folder / "__init__.py").is_file()] == []
 
