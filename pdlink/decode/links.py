@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,9 @@ from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.config import Settings
 from pdlink.control.frames import Frame
 from pdlink.control.loop import Channel, ControlLoop
-from pdlink.decode.merge import MergePlan
+from pdlink.decode.actions import MergePlan
 from pdlink.decode.puller import Puller
-from pdlink.errors import InvalidInput, PdlinkError
+from pdlink.errors import InvalidInput, PdlinkError, StateError
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.election import elect_aux_owner
@@ -31,7 +32,8 @@ from pdlink.transfer.planner import PullPlanner, Source
 
 log = logging.getLogger("pdlink.decode")
 
-CLOSE_TIMEOUT_S = 5.0
+CLOSE_SLACK_S = 5.0
+"""Longer than one blocking call of a backend, on top of the time in which its pulls must be quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,10 @@ class RankLink:
     channel: Channel
     puller: Puller
 
-    def close(self, timeout_s: float) -> None:
+    def stop(self) -> None:
+        """Close the channel and end the puller after its jobs; returns at once."""
         self.channel.close()
-        self.puller.close(timeout_s)
+        self.puller.stop()
 
 
 class Link:
@@ -89,6 +92,7 @@ class LinkTable:
         backends: Mapping[str, Backend],
         events: Events,
         on_frame: Callable[[str, Frame], None],
+        on_replaced: Callable[[PrefillInstance, Mapping[str, int]], None],
     ) -> None:
         self._layout = layout
         self._side = side
@@ -97,6 +101,7 @@ class LinkTable:
         self._backends = backends
         self._events = events
         self._on_frame = on_frame
+        self._on_replaced = on_replaced
         self._links: dict[PrefillInstance, Link] = {}
         self._clients: dict[tuple[Address, ...], BootstrapClient] = {}
         self._watched: set[PrefillInstance] = set()
@@ -110,7 +115,7 @@ class LinkTable:
     def resolve(self, instance: PrefillInstance) -> Link:
         """Ask the bootstrap services and make the link (blocks up to `resolve_timeout_s`).
 
-        Raises what `BootstrapClient.wait_ready` does, `IncompatibleInstance` included.
+        Raises what `BootstrapClient.wait_ready` does, `IncompatibleInstance` included, and `StateError` once closed.
         """
         client = self._client(instance.bootstraps)
         info = client.wait_ready(instance.name, self._side.fingerprint, self._settings.resolve_timeout_s)
@@ -135,9 +140,11 @@ class LinkTable:
             idle = [one for one in self._retired if id(one) not in held]
             self._retired = [one for one in self._retired if id(one) in held]
         for one in idle:
-            one.close(timeout_s=0.0)
+            one.stop()
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """End channels, watches and pullers; whether every pull is quiet (else a backend is stuck, and that is
+        logged)."""
         with self._lock:
             self._closed = True
             clients, self._clients = list(self._clients.values()), {}
@@ -147,10 +154,16 @@ class LinkTable:
         for client in clients:
             client.close()
         for one in ranks.values():
-            one.close(timeout_s=CLOSE_TIMEOUT_S)
+            one.stop()
+        give_up = time.monotonic() + self._settings.drain_timeout_s + CLOSE_SLACK_S
+        stuck = [name for name, one in ranks.items() if not one.puller.join(max(0.0, give_up - time.monotonic()))]
+        for name in stuck:
+            log.error("pulls from %s are not quiet: its backend does not return", ranks[name].rank.worker_id)
+        return not stuck
 
     def _client(self, bootstraps: tuple[Address, ...]) -> BootstrapClient:
         with self._lock:
+            self._check_open()
             if bootstraps not in self._clients:
                 self._clients[bootstraps] = BootstrapClient(
                     bootstraps, self._settings, protocol=self._side.protocol, events=self._events
@@ -158,29 +171,41 @@ class LinkTable:
             return self._clients[bootstraps]
 
     def _on_answer(self, instance: PrefillInstance, answer: PrefillServerInfo | PdlinkError) -> None:
-        if isinstance(answer, PdlinkError):
-            log.info("prefill instance %s: %s", instance.name, answer)
+        try:
+            if isinstance(answer, PdlinkError):
+                raise answer
+            self._take(instance, answer)
+        except PdlinkError as error:
+            log.info("prefill instance %s: %s", instance.name, error)
             # Requests that run keep their channels; new ones resolve, and are told why it does not work.
             self.forget(instance)
-        else:
-            self._take(instance, answer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the decode worker is closed")
 
     def _take(self, instance: PrefillInstance, info: PrefillServerInfo) -> Link:
         """Install `info`, keeping the channels and pullers of ranks that are still the same process."""
+        link = self._install(instance, info)
+        self._on_replaced(instance, {rank.worker_id: rank.incarnation for rank in info.ranks})
+        return link
+
+    def _install(self, instance: PrefillInstance, info: PrefillServerInfo) -> Link:
         mismatches = compat.check_body(info, self._layout)
         if mismatches:
             raise IncompatibleInstance(mismatches, info.instance, [rank.endpoint for rank in info.ranks])
         with self._lock:
+            self._check_open()
             old = self._links.get(instance)
             if old and old.info == info:
                 return old
+            known = [*self._retired, *(old.ranks.values() if old else ())]
             ranks = {}
             for rank in info.ranks:
-                kept = old.ranks.get(rank.worker_id) if old else None
-                ranks[rank.worker_id] = kept if kept and kept.rank == rank else self._connect(rank)
+                kept = next((one for one in known if one.rank == rank), None)
+                ranks[rank.worker_id] = kept or self._connect(rank)
             link = self._links[instance] = Link(info, ranks)
-            if old:
-                self._retired += [one for one in old.ranks.values() if ranks.get(one.rank.worker_id) is not one]
+            self._retired = [one for one in known if ranks.get(one.rank.worker_id) is not one]
         return link
 
     def _connect(self, rank: RankInfo) -> RankLink:

@@ -7,67 +7,20 @@ decode worker calls it under its lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from pdlink.config import Settings
-from pdlink.control.frames import Abort, Body, Ready, Release, Subscribed
+from pdlink.control.frames import Abort, Ready, Release, Subscribed
 from pdlink.decode import failures
+from pdlink.decode.actions import Action, MergePlan, Pull, Resubscribe, Send, StopPulls
 from pdlink.decode.request import ReceiveRequest
 from pdlink.errors import PlanError
 from pdlink.transfer.coverage import Coverage
-from pdlink.transfer.descriptors import Int64Array, PullBatch
-from pdlink.transfer.digests import Digests, cells_in_order
+from pdlink.transfer.descriptors import Int64Array
+from pdlink.transfer.digests import cells_in_order
 from pdlink.transfer.failure import Failure, FailureReason
-from pdlink.transfer.planner import PullPlanner
 from pdlink.transfer.states import RECEIVER_MOVES, ReceiverState, StateCell
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    worker_id: str
-    body: Body
-
-
-@dataclass(frozen=True, slots=True)
-class Resubscribe:
-    """Send a Subscribe that asks for Ready frames from `next_sequence` on."""
-
-    worker_id: str
-    next_sequence: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pull:
-    """Move `batch`; afterwards compare `digests` (uint64 [rows, pages]) of the destination when there are any."""
-
-    worker_id: str
-    ticket: int
-    batch: PullBatch
-    group: str
-    rows: Int64Array
-    pages: Int64Array
-    digests: Digests | None
-
-
-@dataclass(frozen=True, slots=True)
-class StopPulls:
-    """Post nothing more of this request to these owners, and make what was posted quiet."""
-
-    worker_ids: tuple[str, ...]
-
-
-Action: TypeAlias = Send | Resubscribe | Pull | StopPulls
-
-
-@dataclass(frozen=True)
-class MergePlan:
-    """Whom a request concerns: every rank of the dp group, the pull planner over them, and the elected aux owner."""
-
-    planner: PullPlanner
-    incarnations: Mapping[str, int]
-    aux_owner: str
 
 
 @dataclass(slots=True)
@@ -85,6 +38,8 @@ class _Owner:
     heard: float
     asked: float
     subscribed: bool = False
+    gap: bool = False
+    """A Ready came before one that is missing."""
     next_sequence: int = 0
     pulled: dict[int, int] = field(default_factory=dict)
     pulling: dict[int, _Claim] = field(default_factory=dict)
@@ -107,11 +62,15 @@ class Merge:
         self._settings = settings
         self._state = StateCell(ReceiverState.RESOLVING, RECEIVER_MOVES)
         self._plan: MergePlan | None = None
+        self._resolving = True
+        """Whether the owners are still to come, which they may after the end."""
         self._coverage = Coverage({}, {})
         self._owners: dict[str, _Owner] = {}
         self._actions: list[Action] = []
         self._tickets = 0
         self._opened = now
+        self._asked = now
+        """When the owners were first asked for anything."""
         self._since = now
         """When the current state began."""
         self._progress: float | None = None
@@ -126,7 +85,7 @@ class Merge:
     @property
     def is_settled(self) -> bool:
         """Final, and nothing left to repeat to anyone."""
-        return self.state.is_final and all(owner.over for owner in self._owners.values())
+        return self.state.is_final and not self._resolving and all(owner.over for owner in self._owners.values())
 
     @property
     def elapsed_s(self) -> float:
@@ -140,11 +99,20 @@ class Merge:
     # --- events -------------------------------------------------------------------------------------
 
     def on_resolved(self, plan: MergePlan, now: float) -> None:
-        """The owners are known. Subscribes to all of them, or succeeds at once when there is nothing to wait for."""
-        if self.state is not ReceiverState.RESOLVING:
+        """The owners are known. Subscribes to all of them, or succeeds at once when there is nothing to wait for.
+
+        A request that has ended meanwhile tells them so: they may be holding pages for it.
+        """
+        if not self._resolving:
             return
+        self._resolving = False
         self._plan = plan
+        self._asked = now
         self._owners = {worker_id: _Owner(now, now) for worker_id in plan.incarnations}
+        if self.state is not ReceiverState.RESOLVING:
+            self._goodbye_until = now + self._settings.confirm_timeout_s
+            self._repeat_abort(now, first=True)
+            return
         self._coverage = Coverage(plan.planner.num_rows, self.request.num_pages)
         if self._coverage.is_complete and not self.request.expect_aux:
             self._release(now)
@@ -155,16 +123,29 @@ class Merge:
         for worker_id in self._owners:
             self._actions.append(Resubscribe(worker_id, 0))
 
+    def on_unresolved(self, failure: Failure, now: float) -> None:
+        """There are no owners to be had."""
+        self._resolving = False
+        self.fail(failure, now)
+
     def on_subscribed(self, worker_id: str, body: Subscribed, now: float) -> None:
         owner = self._hear(worker_id, now)
         if owner is None or self.state.is_final:
             return
+        owner.subscribed = True
+        self.on_incarnation(worker_id, body.incarnation, now)
+
+    def on_incarnation(self, worker_id: str, incarnation: int, now: float) -> None:
+        """Some process carries this worker now. One that was replaced cannot finish what it has not finished yet."""
+        owner = self._owners.get(worker_id)
+        if owner is None or owner.over or self.state.is_final:
+            return
         assert self._plan is not None
         expected = self._plan.incarnations[worker_id]
-        if body.incarnation != expected:
+        if incarnation != expected:
             owner.over = True
-            self.fail(failures.replaced(worker_id, expected, body.incarnation), now)
-        owner.subscribed = True
+            self.fail(failures.replaced(worker_id, expected, incarnation), now)
+            self._end_when_drained(now)
 
     def on_ready(self, worker_id: str, body: Ready, now: float) -> None:
         """Pull what became final. Repeats are ignored; a gap is left for the next subscribe to fill."""
@@ -172,9 +153,10 @@ class Merge:
         if owner is None or self.state not in (ReceiverState.SUBSCRIBED, ReceiverState.PULLING):
             return
         if body.sequence != owner.next_sequence:
+            owner.gap = owner.gap or body.sequence > owner.next_sequence
             return
         owner.next_sequence += 1
-        owner.subscribed = True
+        owner.subscribed, owner.gap = True, False
         owner.pulled[body.sequence] = body.generation
         self._progress = now
         if self.state is ReceiverState.SUBSCRIBED:
@@ -191,7 +173,8 @@ class Merge:
     def on_pulled(self, worker_id: str, ticket: int, failure: Failure | None, now: float) -> None:
         """A pull is over and quiet: its bytes landed, or `failure` says why not."""
         owner = self._owners[worker_id]
-        claim = owner.pulling.pop(ticket)
+        claim = owner.pulling.pop(ticket, None)
+        assert claim is not None, f"pull {ticket} from {worker_id} was reported twice"
         if self.state is ReceiverState.DRAINING:
             self._end_when_drained(now)
         elif failure:
@@ -203,8 +186,8 @@ class Merge:
 
     def on_verdict(self, worker_id: str, unchanged: bool, cause: Failure | None, now: float) -> None:
         owner = self._hear(worker_id, now)
-        if owner is None:
-            return
+        if owner is None or self.state in (ReceiverState.SUBSCRIBED, ReceiverState.PULLING):
+            return  # nothing has been released yet, so this answers nothing
         owner.over = True
         self._end_when_drained(now)
         if self.state is not ReceiverState.CONFIRMING:
@@ -239,7 +222,7 @@ class Merge:
         busy = tuple(worker_id for worker_id, owner in self._owners.items() if owner.pulling)
         if busy:
             self._actions.append(StopPulls(busy))
-        self._repeat_abort(now)
+        self._repeat_abort(now, first=True)
         self._end_when_drained(now)
 
     def tick(self, now: float) -> None:
@@ -278,6 +261,10 @@ class Merge:
         stop = min(body.start_page + len(body.page_ids), first + self.request.num_pages.get(body.group, 0))
         if not len(rows) or start >= stop:
             return
+        if body.digests is None and self._settings.verify_digests:
+            raise PlanError(
+                f"{worker_id} sends no digests and this side verifies them; set PDLINK_VERIFY_DIGESTS alike on both"
+            )
         self._coverage.claim(body.group, rows, start - first, stop - first)
         cut = slice(start - body.start_page, stop - body.start_page)
         target = self.request.pages[body.group][start - first : stop - first]
@@ -322,9 +309,9 @@ class Merge:
             owner.asked = now
             self._actions.append(Send(worker_id, Release(self.request.readers, dict(owner.pulled))))
 
-    def _repeat_abort(self, now: float) -> None:
+    def _repeat_abort(self, now: float, first: bool = False) -> None:
         assert self.failure is not None
-        for worker_id in self._due(now, lambda owner: not owner.over, first=self._since == now):
+        for worker_id in self._due(now, lambda owner: not owner.over, first):
             self._actions.append(Send(worker_id, Abort(self.failure, self.request.readers)))
 
     def _end_when_drained(self, now: float) -> None:
@@ -359,7 +346,7 @@ class Merge:
     def _tick_pulling(self, now: float) -> None:
         settings = self._settings
         for worker_id, owner in self._owners.items():
-            if not owner.subscribed and now - self._since > settings.subscribe_timeout_s:
+            if not owner.subscribed and now - self._asked > settings.subscribe_timeout_s:
                 self.fail(
                     self._overdue("the answer to a subscribe", settings.subscribe_timeout_s, "SUBSCRIBE", worker_id),
                     now,
@@ -372,7 +359,8 @@ class Merge:
             self.fail(self._overdue("the next page", settings.progress_timeout_s, "PROGRESS"), now)
             return
         for worker_id, owner in self._owners.items():
-            interval = settings.keepalive_interval_s if owner.subscribed else settings.resend_interval_s
+            answered = owner.subscribed and not owner.gap
+            interval = settings.keepalive_interval_s if answered else settings.resend_interval_s
             if now - owner.asked >= interval:
                 owner.asked = now
                 self._actions.append(Resubscribe(worker_id, owner.next_sequence))

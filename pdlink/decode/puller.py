@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.registry import Choice, choose
 from pdlink.bootstrap.messages import RankInfo
-from pdlink.decode.merge import Pull
-from pdlink.errors import BackendError, PdlinkError, PeerGone
+from pdlink.decode.actions import Pull
+from pdlink.errors import BackendError, PeerGone, RegionError
 from pdlink.layout.regions import Region
+from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.digests import first_difference, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
 
@@ -25,6 +26,7 @@ log = logging.getLogger("pdlink.decode")
 
 IDLE_SLEEP_S = 50e-6
 SETTLE_SLEEP_S = 1e-3
+FENCE_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +70,15 @@ class Puller:
     def submit(self, job: PullJob) -> None:
         self._jobs.put(job)
 
-    def close(self, timeout_s: float = 5.0) -> None:
-        """End after the jobs that are queued. Callers stop their requests first."""
+    def stop(self) -> None:
+        """End after the jobs that are queued; returns at once. Callers stop their requests first."""
         self._jobs.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end after `stop`; whether it has come."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -81,7 +87,10 @@ class Puller:
             except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
                 log.exception("pull from %s failed", self.rank.worker_id)
                 failure = Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}", self.rank.worker_id)
-            job.done(failure)
+            try:
+                job.done(failure)
+            except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
+                log.exception("the end of a pull from %s could not be reported", self.rank.worker_id)
         if self._choice:
             self._choice.backend.disconnect(self._peer(self._choice.backend))
 
@@ -103,12 +112,12 @@ class Puller:
 
     def _move(self, job: PullJob) -> Failure | None:
         backend = self._connected()
-        handle = backend.submit(job.pull.batch)
+        handle = self._submit(backend, job.pull.batch)
         try:
             while (status := backend.poll(handle)) is PullStatus.PENDING and not job.stop.is_set():
                 if not backend.capabilities.works_in_poll:
                     time.sleep(IDLE_SLEEP_S)
-        except PdlinkError:
+        except Exception:  # whatever it is, it promises nothing about what may still land
             self._quieten(backend, handle)
             raise
         if status is PullStatus.DONE:
@@ -118,16 +127,47 @@ class Puller:
             return Failure(FailureReason.BACKEND, str(handle.error), self.rank.worker_id)
         return Failure(FailureReason.ABORTED, "stopped by the request", self.rank.worker_id)
 
+    def _submit(self, backend: Backend, batch: PullBatch) -> PullHandle:
+        """Post a pull. A link that another puller of this process has taken down is made again, once."""
+        try:
+            return backend.submit(batch)
+        except PeerGone:
+            backend.connect(self._peer(backend))
+            return backend.submit(batch)
+        except RegionError:  # found before a byte was posted
+            raise
+        except Exception:
+            self._fence(backend)
+            raise
+
     def _quieten(self, backend: Backend, handle: PullHandle) -> None:
         """Return only when nothing of the pull can land any more: settle, else fence the peer."""
         give_up = time.monotonic() + self._settle_timeout_s
-        while backend.settle(handle) is Settled.NOT_QUIET:
+        while self._settled(backend, handle) is Settled.NOT_QUIET:
             if time.monotonic() >= give_up:
-                broken = backend.fence(self._peer(backend))
-                log.warning("fenced %s to make a pull quiet", ", ".join(broken))
-                self._choice = None
+                self._fence(backend)
                 return
             time.sleep(SETTLE_SLEEP_S)
+
+    def _settled(self, backend: Backend, handle: PullHandle) -> Settled:
+        try:
+            return backend.settle(handle)
+        except Exception:  # an answer that did not come is not a quiet one
+            log.exception("backend %s cannot settle a pull from %s", backend.name, self.rank.worker_id)
+            return Settled.NOT_QUIET
+
+    def _fence(self, backend: Backend) -> None:
+        """Break the link. Where even that fails, the pages stay in use until it does not."""
+        while True:
+            try:
+                broken = backend.fence(self._peer(backend))
+            except Exception:
+                log.exception("backend %s cannot fence %s; trying again", backend.name, self.rank.worker_id)
+                time.sleep(FENCE_RETRY_S)
+                continue
+            log.warning("fenced %s to make a pull quiet", ", ".join(broken))
+            self._choice = None
+            return
 
     def _connected(self) -> Backend:
         if self._choice is None:

@@ -7,6 +7,7 @@ again: nothing lands in them any more.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pdlink.errors import DeadlineExceeded, TransferFailed
 from pdlink.transfer.failure import Failure
 from pdlink.transfer.states import ReceiverState
+
+log = logging.getLogger("pdlink.decode")
 
 YIELD_EVERY_S = 100e-6
 YIELD_S = 20e-6
@@ -35,7 +38,7 @@ class ReceiveResult:
 
 
 class Receiver:
-    """One request. Any thread may use it; callbacks run on pdlink's threads and must be quick."""
+    """One request. Any thread may use it; callbacks run on pdlink's I/O thread, hold no lock, and must be quick."""
 
     def __init__(self, transfer_id: str, attempt: int, abort: Callable[[Receiver, str], None]) -> None:
         self.transfer_id = transfer_id
@@ -87,7 +90,7 @@ class Receiver:
         self._abort(self, text)
 
     def on_end(self, callback: Callable[[Receiver], None]) -> None:
-        """Call `callback(self)` once, at the end, or now when it has ended."""
+        """Call `callback(self)` once, at the end, or now when it has ended. One that raises is logged."""
         with self._lock:
             if not self._ended.is_set():
                 self._callbacks.append(callback)
@@ -101,12 +104,19 @@ class Receiver:
         self.failure = failure
         self._result = result
         self._state = state
-        if state.is_final and not self._ended.is_set():
+        if state.is_final:
             with self._lock:
                 self._ended.set()
-                callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
+
+    def call_back(self) -> None:
+        """Run the callbacks of an ended request. The caller holds no lock: they are the engine's and may call in."""
+        with self._lock:
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
                 callback(self)
+            except Exception:  # the engine's: it must not end a thread of ours, nor the next callback
+                log.exception("a callback at the end of transfer %s failed", self.transfer_id)
 
 
 _last_yield = 0.0

@@ -11,18 +11,20 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from pdlink.backends.base import Backend
 from pdlink.bootstrap.messages import PROTOCOL, Endpoint, ProtocolRange, Side
 from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.config import Settings
-from pdlink.control.frames import AbortAck, Body, Failed, Frame, Ready, Refused, Subscribe, Subscribed, Verdict
+from pdlink.control.frames import Abort, Frame, Subscribe
 from pdlink.control.loop import ControlLoop
+from pdlink.decode.actions import Action, Pull, Resubscribe, Send
 from pdlink.decode.links import Link, LinkTable, PrefillInstance
-from pdlink.decode.merge import Action, Merge, Pull, Resubscribe, Send
+from pdlink.decode.live import Live
+from pdlink.decode.merge import Merge
 from pdlink.decode.puller import PullJob
-from pdlink.decode.receiver import Receiver, ReceiveResult
+from pdlink.decode.receiver import Receiver
 from pdlink.decode.request import ReceiveRequest, build_request
 from pdlink.errors import (
     DeadlineExceeded,
@@ -38,26 +40,12 @@ from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region, check_region
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure, FailureReason
-from pdlink.transfer.states import ReceiverState
 
 log = logging.getLogger("pdlink.decode")
 
 TICK_S = 0.05
 RESOLVE_THREADS = 4
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """One receive: its decisions, its handle, and the link that it was planned with."""
-
-    merge: Merge
-    receiver: Receiver
-    instance: PrefillInstance
-    link: Link | None = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    shown: ReceiverState | None = None
-    backends: dict[str, str] = field(default_factory=dict)
-    """Worker id -> the backend that its pages came over."""
+RESOLVE_ATTEMPTS = 3
 
 
 class DecodeWorker:
@@ -87,15 +75,15 @@ class DecodeWorker:
         self._backends = backends
         self._side = Side.of(layout, protocol)
         self._lock = threading.RLock()
-        self._live: dict[tuple[str, int], _Live] = {}
-        self._newest: dict[str, _Live] = {}
+        self._live: dict[tuple[str, int], Live] = {}
+        self._newest: dict[str, Live] = {}
         self._closed = False
         for region in self._regions:
             check_region(region, layout)
             for backend in backends.values():
                 backend.register(region)
         self._pool_pages = _pool_pages(layout, self._regions)
-        self._links = LinkTable(layout, self._side, settings, loop, backends, events, self._on_frame)
+        self._links = LinkTable(layout, self._side, settings, loop, backends, events, self._on_frame, self._on_replaced)
         self._resolvers = ThreadPoolExecutor(RESOLVE_THREADS, thread_name_prefix="pdlink-resolve")
         self._timer = loop.call_later(TICK_S, self._tick)
 
@@ -140,12 +128,15 @@ class DecodeWorker:
             link = self._links.known(prefill)
             if link:
                 self._start(live, link)
-        if link is None:
-            self._resolvers.submit(self._resolve, live)
+            else:
+                self._resolvers.submit(self._resolve, live)
         return live.receiver
 
     def close(self) -> None:
-        """Fail every live request, wait for their pulls to be quiet, and end the threads."""
+        """Abort every live request, wait for their pulls to be quiet, and end the threads.
+
+        Where a backend does not return in time, the requests it serves stay unfinished and its regions registered.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -156,18 +147,18 @@ class DecodeWorker:
                 self._act(live)
         self._timer.cancel()
         self._resolvers.shutdown(wait=False, cancel_futures=True)
-        self._links.close()
+        quiet = self._links.close()
         with self._lock:
             for live in list(self._live.values()):
                 live.merge.tick(self._loop.clock() + self._settings.abort_ack_timeout_s)
                 self._show(live)
-        for region in self._regions:
+        for region in self._regions if quiet else ():
             for backend in self._backends.values():
                 backend.deregister(region)
 
     # --- start --------------------------------------------------------------------------------------
 
-    def _admit(self, request: ReceiveRequest, prefill: PrefillInstance) -> _Live:
+    def _admit(self, request: ReceiveRequest, prefill: PrefillInstance) -> Live:
         if self._closed:
             raise StateError(f"decode worker {self.instance} is closed")
         newest = self._newest.get(request.transfer_id)
@@ -180,48 +171,62 @@ class DecodeWorker:
             raise StateError(f"{len(self._live)} transfers are live (PDLINK_MAX_TRANSFERS)")
         attempt = secrets.randbits(63) | 1
         merge = Merge(request, self._settings, self._loop.clock())
-        live = _Live(merge, Receiver(request.transfer_id, attempt, self._abort), prefill)
+        live = Live(merge, Receiver(request.transfer_id, attempt, self._abort), prefill)
         self._live[request.transfer_id, attempt] = self._newest[request.transfer_id] = live
         return live
 
-    def _resolve(self, live: _Live) -> None:
-        """On a resolver thread: find the instance, or fail the request with the reason."""
+    def _resolve(self, live: Live) -> None:
+        """On a resolver thread: find the instance and start, or fail the request with the reason."""
         try:
-            link = self._links.known(live.instance) or self._links.resolve(live.instance)
+            for _ in range(RESOLVE_ATTEMPTS):
+                self._links.resolve(live.instance)
+                with self._lock:
+                    # Again under the lock: a link that a watch replaced meanwhile may be closed already.
+                    link = self._links.known(live.instance)
+                    if link or self._closed:
+                        return self._start(live, link) if link else None
+            raise NotReady(f"prefill instance {live.instance.name!r} came and went while it was resolved")
         except IncompatibleError as error:
+            cause = Failure.incompatible(error.mismatches, live.instance.name, "resolving")
+            self._unresolved(live, cause)
             if isinstance(error, IncompatibleInstance):
-                self._tell(live, error.endpoints)
-            self._fail(live, Failure.incompatible(error.mismatches, live.instance.name, "resolving"))
+                self._tell(live, cause, error.endpoints)
         except DeadlineExceeded as error:
-            self._fail(live, Failure(FailureReason.TIMEOUT, str(error)))
+            self._unresolved(live, Failure(FailureReason.TIMEOUT, str(error)))
         except NotReady as error:
-            self._fail(live, Failure(FailureReason.NOT_READY, str(error)))
+            self._unresolved(live, Failure(FailureReason.NOT_READY, str(error)))
         except PdlinkError as error:
-            self._fail(live, Failure(FailureReason.PEER_GONE, str(error)))
+            self._unresolved(live, Failure(FailureReason.PEER_GONE, str(error)))
         except Exception as error:  # a thread boundary: the request must learn of it
             log.exception("resolve of %s failed", live.instance.name)
-            self._fail(live, Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
-        else:
-            with self._lock:
-                self._start(live, link)
+            self._unresolved(live, Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
 
-    def _start(self, live: _Live, link: Link) -> None:
+    def _start(self, live: Live, link: Link) -> None:
         live.link = link
         try:
             plan = link.plan(live.merge.request.dp, self.layout, self._regions)
         except PdlinkError as error:
-            live.merge.fail(Failure(FailureReason.PLAN, str(error)), self._loop.clock())
+            live.merge.on_unresolved(Failure(FailureReason.PLAN, str(error)), self._loop.clock())
         else:
             live.merge.on_resolved(plan, self._loop.clock())
         self._act(live)
 
-    def _tell(self, live: _Live, endpoints: Sequence[Endpoint]) -> None:
-        """Make an incompatible prefill side fail too: each rank checks the same two sides and refuses."""
+    def _unresolved(self, live: Live, failure: Failure) -> None:
+        with self._lock:
+            live.merge.on_unresolved(failure, self._loop.clock())
+            self._act(live)
+
+    def _tell(self, live: Live, cause: Failure, endpoints: Sequence[Endpoint]) -> None:
+        """Make an incompatible prefill side fail too: each rank checks the same two sides and refuses.
+
+        The abort is for differences that only this side can see.
+        """
         body = self._subscribe(live, 0, 0)
         for one in endpoints:
             channel = self._loop.connect(one.control_endpoint, lambda frame: None)
             told = replace(body, incarnation=one.incarnation, fingerprint=self._side.fingerprint)
-            channel.send(Frame(live.receiver.transfer_id, live.receiver.attempt, told))
+            for said in (told, Abort(cause, told.readers)):
+                channel.send(live.frame(said))
             self._loop.call_later(self._settings.confirm_timeout_s, channel.close)
 
     # --- events -------------------------------------------------------------------------------------
@@ -232,74 +237,64 @@ class DecodeWorker:
             if live is None:
                 self.events.emit("control.stray", worker_id=worker_id, kind=type(frame.body).__name__)
                 return
-            self._dispatch(live.merge, worker_id, frame.body)
+            if not live.dispatch(worker_id, frame.body, self._loop.clock()):
+                self.events.emit("control.unexpected", worker_id=worker_id, kind=type(frame.body).__name__)
             self._act(live)
 
-    def _dispatch(self, merge: Merge, worker_id: str, body: Body) -> None:
-        now = self._loop.clock()
-        if isinstance(body, Ready):
-            merge.on_ready(worker_id, body, now)
-        elif isinstance(body, Subscribed):
-            merge.on_subscribed(worker_id, body, now)
-        elif isinstance(body, Verdict):
-            merge.on_verdict(worker_id, body.unchanged, body.cause, now)
-        elif isinstance(body, Refused | Failed):
-            merge.on_refused(worker_id, body.cause, now)
-        elif isinstance(body, AbortAck):
-            merge.on_abort_ack(worker_id, now)
-        else:
-            self.events.emit("control.unexpected", worker_id=worker_id, kind=type(body).__name__)
-
-    def _on_pulled(self, live: _Live, pull: Pull, failure: Failure | None) -> None:
+    def _on_pulled(self, live: Live, pull: Pull, failure: Failure | None) -> None:
         with self._lock:
-            if live.link and live.link.ranks[pull.worker_id].puller.stats.backend:
-                live.backends[pull.worker_id] = live.link.ranks[pull.worker_id].puller.stats.backend
-            live.merge.on_pulled(pull.worker_id, pull.ticket, failure, self._loop.clock())
+            live.on_pulled(pull.worker_id, pull.ticket, failure, self._loop.clock())
             self._act(live)
+
+    def _on_replaced(self, instance: PrefillInstance, incarnations: Mapping[str, int]) -> None:
+        """These processes carry the ranks of an instance now: requests that still need older ones cannot succeed."""
+        with self._lock:
+            for live in [one for one in self._live.values() if one.instance == instance]:
+                for worker_id, incarnation in incarnations.items():
+                    live.merge.on_incarnation(worker_id, incarnation, self._loop.clock())
+                self._act(live)
 
     def _abort(self, receiver: Receiver, text: str) -> None:
         with self._lock:
             live = self._live.get((receiver.transfer_id, receiver.attempt))
             if live:
-                self._fail(live, Failure(FailureReason.ABORTED, text))
-
-    def _fail(self, live: _Live, failure: Failure) -> None:
-        with self._lock:
-            live.merge.fail(failure, self._loop.clock())
-            self._act(live)
+                live.merge.fail(Failure(FailureReason.ABORTED, text), self._loop.clock())
+                self._act(live)
 
     def _tick(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._timer = self._loop.call_later(TICK_S, self._tick)
-            now = self._loop.clock()
             for live in list(self._live.values()):
-                live.merge.tick(now)
-                self._act(live)
-            in_use = [live.link for live in self._live.values() if live.link]
-        self._links.sweep(in_use)
+                try:
+                    live.merge.tick(self._loop.clock())
+                    self._act(live)
+                except Exception:  # a bug of ours in one request must not stop the clock of the others
+                    log.exception("transfer %s could not be looked at", live.receiver.transfer_id)
+            # Under the lock: a request that starts now must not find its link closed.
+            self._links.sweep([live.link for live in self._live.values() if live.link])
 
     # --- actions, under the lock --------------------------------------------------------------------
 
-    def _act(self, live: _Live) -> None:
+    def _act(self, live: Live) -> None:
         for action in live.merge.drain():
             self._carry_out(live, action)
         self._show(live)
 
-    def _carry_out(self, live: _Live, action: Action) -> None:
+    def _carry_out(self, live: Live, action: Action) -> None:
         if isinstance(action, Pull):
             self._submit(live, action)
         elif isinstance(action, Resubscribe):
             assert live.link is not None
             incarnation = live.link.ranks[action.worker_id].rank.incarnation
-            self._send(live, action.worker_id, self._subscribe(live, incarnation, action.next_sequence))
+            live.send(action.worker_id, self._subscribe(live, incarnation, action.next_sequence))
         elif isinstance(action, Send):
-            self._send(live, action.worker_id, action.body)
+            live.send(action.worker_id, action.body)
         else:
             live.stop.set()
 
-    def _submit(self, live: _Live, pull: Pull) -> None:
+    def _submit(self, live: Live, pull: Pull) -> None:
         assert live.link is not None
         link = live.link.ranks[pull.worker_id]
         regions: tuple[Region, ...] = ()
@@ -308,7 +303,7 @@ class DecodeWorker:
             regions = tuple(self._region_of[cells[row]] for row in pull.rows.tolist())
         link.puller.submit(PullJob(pull, regions, live.stop, lambda failure: self._on_pulled(live, pull, failure)))
 
-    def _subscribe(self, live: _Live, incarnation: int, next_sequence: int) -> Subscribe:
+    def _subscribe(self, live: Live, incarnation: int, next_sequence: int) -> Subscribe:
         return Subscribe(
             self._side.protocol,
             self._side.fingerprint.digest,
@@ -319,30 +314,17 @@ class DecodeWorker:
             tuple(self._backends),
         )
 
-    def _send(self, live: _Live, worker_id: str, body: Body) -> None:
-        assert live.link is not None
-        frame = Frame(live.receiver.transfer_id, live.receiver.attempt, body)
-        live.link.ranks[worker_id].channel.send(frame)
-
-    def _show(self, live: _Live) -> None:
+    def _show(self, live: Live) -> None:
         """Make the merge's state visible to the engine, once per change, and forget what is settled."""
-        merge, state = live.merge, live.merge.state
-        if state is not live.shown:
-            live.shown = state
-            result = None
-            if state is ReceiverState.DONE:
-                result = ReceiveResult(
-                    merge.aux, dict(merge.num_bytes), live.backends, merge.num_descriptors, merge.elapsed_s
-                )
-            live.receiver.update(state, merge.failure, result)
-            if state.is_final:
-                self._report(live)
-        if merge.is_settled:
-            self._live.pop((live.receiver.transfer_id, live.receiver.attempt), None)
+        if live.show() and live.merge.state.is_final:
+            self._loop.call_soon(live.receiver.call_back)
+            self._report(live)
+        if live.merge.is_settled:
+            self._live.pop(live.key, None)
             if self._newest.get(live.receiver.transfer_id) is live:
                 del self._newest[live.receiver.transfer_id]
 
-    def _report(self, live: _Live) -> None:
+    def _report(self, live: Live) -> None:
         merge = live.merge
         total = sum(merge.num_bytes.values())
         if merge.failure:

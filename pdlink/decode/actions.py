@@ -1,0 +1,58 @@
+"""Owns what a merge tells its worker to do, and the plan that it decides on. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pdlink.control.frames import Body
+from pdlink.transfer.descriptors import Int64Array, PullBatch
+from pdlink.transfer.digests import Digests
+from pdlink.transfer.planner import PullPlanner
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    worker_id: str
+    body: Body
+
+
+@dataclass(frozen=True, slots=True)
+class Resubscribe:
+    """Send a Subscribe that asks for Ready frames from `next_sequence` on."""
+
+    worker_id: str
+    next_sequence: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pull:
+    """Move `batch`; afterwards compare `digests` (uint64 [rows, pages]) of the destination when there are any."""
+
+    worker_id: str
+    ticket: int
+    batch: PullBatch
+    group: str
+    rows: Int64Array
+    pages: Int64Array
+    digests: Digests | None
+
+
+@dataclass(frozen=True, slots=True)
+class StopPulls:
+    """Post nothing more of this request to these owners, and make what was posted quiet."""
+
+    worker_ids: tuple[str, ...]
+
+
+Action: TypeAlias = Send | Resubscribe | Pull | StopPulls
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """Whom a request concerns: every rank of the dp group, the pull planner over them, and the elected aux owner."""
+
+    planner: PullPlanner
+    incarnations: Mapping[str, int]
+    aux_owner: str

@@ -1,0 +1,78 @@
+"""Owns one receive while it runs: its decisions, handle and link, and the frames between them. It keeps no time.
+
+Not thread-safe: the decode worker calls it under its lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from pdlink.control.frames import AbortAck, Body, Failed, Frame, Ready, Refused, Subscribed, Verdict
+from pdlink.decode.links import Link, PrefillInstance
+from pdlink.decode.merge import Merge
+from pdlink.decode.receiver import Receiver, ReceiveResult
+from pdlink.transfer.failure import Failure
+from pdlink.transfer.states import ReceiverState
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """One receive. `link` is the one that it was planned with; `stop` is set once nothing more may be posted."""
+
+    merge: Merge
+    receiver: Receiver
+    instance: PrefillInstance
+    link: Link | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+    shown: ReceiverState | None = None
+    backends: dict[str, str] = field(default_factory=dict)
+    """Which backend served each owner."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.receiver.transfer_id, self.receiver.attempt
+
+    def frame(self, body: Body) -> Frame:
+        return Frame(*self.key, body)
+
+    def send(self, worker_id: str, body: Body) -> None:
+        assert self.link is not None
+        self.link.ranks[worker_id].channel.send(self.frame(body))
+
+    def on_pulled(self, worker_id: str, ticket: int, failure: Failure | None, now: float) -> None:
+        assert self.link is not None
+        if name := self.link.ranks[worker_id].puller.stats.backend:
+            self.backends[worker_id] = name
+        self.merge.on_pulled(worker_id, ticket, failure, now)
+
+    def dispatch(self, worker_id: str, body: Body, now: float) -> bool:
+        """Hand a frame's body to the merge; False for a kind that a prefill rank has no business to send."""
+        merge = self.merge
+        if isinstance(body, Ready):
+            merge.on_ready(worker_id, body, now)
+        elif isinstance(body, Subscribed):
+            merge.on_subscribed(worker_id, body, now)
+        elif isinstance(body, Verdict):
+            merge.on_verdict(worker_id, body.unchanged, body.cause, now)
+        elif isinstance(body, Refused | Failed):
+            merge.on_refused(worker_id, body.cause, now)
+        elif isinstance(body, AbortAck):
+            merge.on_abort_ack(worker_id, now)
+        else:
+            return False
+        return True
+
+    def show(self) -> bool:
+        """Make the merge's state visible to the engine; whether it has changed."""
+        merge, state = self.merge, self.merge.state
+        if state is self.shown:
+            return False
+        self.shown = state
+        result = None
+        if state is ReceiverState.DONE:
+            result = ReceiveResult(
+                merge.aux, dict(merge.num_bytes), self.backends, merge.num_descriptors, merge.elapsed_s
+            )
+        self.receiver.update(state, merge.failure, result)
+        return True
