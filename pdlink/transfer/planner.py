@@ -161,14 +161,24 @@ def check_batches(
         ordered = np.sort(pages)
         if bool(np.any(np.diff(ordered) == 0)):
             raise PlanError(f"page group {name!r} asks for a destination page twice")
-        # Counts stop at 2, so that no number of repeats can wrap around to 1.
-        times = np.zeros((plan.num_rows, len(pages)), dtype=np.uint8)
+        # A move of every asked page counts by row. Only other moves are counted by cell: a matrix of rows x pages.
+        whole = np.zeros(plan.num_rows, dtype=np.int64)
+        partial: list[tuple[Int64Array, npt.NDArray[np.uint8]]] = []
         for batch in batches:
             for move in batch.moves:
                 if move.group == name and len(move.layers.rows):
                     _check_rows(planner, plan, batch.worker_id, move)
-                    written = times[move.layers.rows] + _page_counts(move, ordered, name)
-                    times[move.layers.rows] = np.minimum(written, 2, out=written)
+                    written = np.sort(move.runs.destination_pages())
+                    if np.array_equal(written, ordered):
+                        whole[move.layers.rows] += 1
+                    else:
+                        partial.append((move.layers.rows, _page_counts(written, ordered, name)))
+        if not partial and bool(np.all(whole == 1)):
+            continue
+        # Counts stop at 2, so that no number of repeats can wrap around to 1.
+        times = np.repeat(np.minimum(whole, 2).astype(np.uint8)[:, None], len(pages), axis=1)
+        for rows, counts in partial:
+            times[rows] = np.minimum(times[rows] + counts, 2)
         if bool(np.any(times != 1)):
             row, column = (int(one) for one in np.argwhere(times != 1)[0])
             how = "no source" if times[row, column] == 0 else "more than one source"
@@ -204,9 +214,8 @@ def _check_rows(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: Gro
         _check_range("destination", last, plan.destination_pages[rows], plan, rows, "this side")
 
 
-def _page_counts(move: GroupMove, ordered: Int64Array, group: str) -> npt.NDArray[np.uint8]:
-    """uint8 [len(ordered)]: how often the move writes each asked page, 2 standing for more."""
-    written = move.runs.destination_pages()
+def _page_counts(written: Int64Array, ordered: Int64Array, group: str) -> npt.NDArray[np.uint8]:
+    """uint8 [len(ordered)]: how often `written` (increasing) has each asked page, 2 standing for more."""
     where = np.searchsorted(ordered, written)
     strange = where >= len(ordered)
     strange[~strange] = ordered[where[~strange]] != written[~strange]
