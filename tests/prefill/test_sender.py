@@ -1,0 +1,354 @@
+"""One request on one prefill rank, driven by hand: what is published, what readers are told, and how it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdlink.control.frames import Abort, AbortAck, Failed, Ready, Refused, Subscribed, Verdict
+from pdlink.errors import InvalidInput, StateError, TransferFailed
+from pdlink.layout.readers import ReaderSet
+from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.states import SenderState
+from tests.prefill.rig import INCARNATION, LEASE_S, NUM_PAGES, SOLO, Rig, facts
+
+FIRST, SECOND = ReaderSet("dec", 0, 2), ReaderSet("dec", 1, 2)
+STRANGER = ReaderSet("other", 0, 1)
+
+
+def generations(frames: list[Ready]) -> dict[int, int]:
+    return {one.sequence: one.generation for one in frames}
+
+
+@pytest.fixture
+def rig() -> Rig:
+    return Rig()
+
+
+def published(rig: Rig, attempt: int = 1, readers: ReaderSet = SOLO) -> dict[int, int]:
+    """Subscribe, publish two chunks, and return what the reader would release."""
+    rig.subscribe(attempt, readers)
+    rig.sender.publish([3, 1])
+    rig.sender.publish([2], last=True, aux=b"tok")
+    return generations(rig.take(Ready, attempt))
+
+
+def test_pages_follow_each_other_and_the_last_carries_the_aux(rig: Rig) -> None:
+    rig.subscribe(1)
+    rig.sender.publish([3, 1])
+    rig.sender.publish([2], last=True, aux=b"tok")
+    first, last = rig.take(Ready)
+    assert (first.sequence, first.start_page, first.page_ids.tolist(), first.last, first.aux) == (
+        0,
+        0,
+        [3, 1],
+        False,
+        None,
+    )
+    assert (last.sequence, last.start_page, last.page_ids.tolist(), last.last, last.aux) == (1, 2, [2], True, b"tok")
+    assert first.layers == {"latent": (0, 1), "index_k": (0, 1)}
+
+
+def test_a_reader_that_comes_late_is_sent_everything(rig: Rig) -> None:
+    rig.sender.publish([3, 1])
+    rig.sender.publish([2], last=True)
+    rig.subscribe(1)
+    assert [one.sequence for one in rig.take(Ready)] == [0, 1]
+
+
+def test_a_repeated_subscribe_fills_the_gap_it_names(rig: Rig) -> None:
+    published(rig)
+    rig.subscribe(1, next_sequence=1)
+    assert [one.sequence for one in rig.take(Ready)] == [1]
+
+
+def test_a_subscribe_from_beyond_the_end_hides_nothing_that_is_published_later(rig: Rig) -> None:
+    rig.subscribe(1, next_sequence=1000)
+    rig.sender.publish([3])
+    assert [one.sequence for one in rig.take(Ready)] == [0]
+
+
+def test_a_rank_that_is_not_elected_keeps_its_aux() -> None:
+    rig = Rig(facts(is_aux_owner=False))
+    rig.subscribe(1)
+    rig.sender.publish([3], last=True, aux=b"tok")
+    (last,) = rig.take(Ready)
+    assert (last.last, last.aux) == (True, None)
+
+
+def test_a_rank_that_owns_nothing_publishes_its_end(rig: Rig) -> None:
+    rig = Rig(facts({}, is_aux_owner=False))
+    rig.subscribe(1)
+    rig.sender.publish([3, 4], last=True)
+    (last,) = rig.take(Ready)
+    assert (last.last, dict(last.layers)) == (True, {})
+    assert rig.release(1, generations([last])).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+@pytest.mark.parametrize("start_page", [-1, 1 << 31, 1 << 40])
+def test_a_page_position_that_no_frame_can_carry_is_refused_before_anything_is_recorded(
+    rig: Rig, start_page: int
+) -> None:
+    rig.subscribe(1)
+    with pytest.raises(InvalidInput, match="page positions"):
+        rig.sender.publish([3], start_page=start_page)
+    rig.sender.publish([3])
+    assert [one.start_page for one in rig.take(Ready)] == [0]
+
+
+@pytest.mark.parametrize("page", [-1, NUM_PAGES])
+@pytest.mark.parametrize("owned", [{"latent": (0,)}, {}], ids=["owner", "owns-nothing"])
+def test_a_page_outside_the_pool_is_refused(page: int, owned: dict[str, tuple[int, ...]]) -> None:
+    rig = Rig(facts(owned))
+    if page >= 0 and not owned:
+        page = 1 << 31
+    with pytest.raises(InvalidInput, match="publishes pages"):
+        rig.sender.publish([page])
+    assert rig.sender.poll() is SenderState.OPEN
+
+
+def test_a_layer_of_another_rank_is_refused_by_name(rig: Rig) -> None:
+    with pytest.raises(InvalidInput, match=r"'latent' layers \[2\].*owns \[0, 1\]"):
+        rig.sender.publish([1], layers={"latent": [1, 2]})
+
+
+def test_a_page_is_published_once(rig: Rig) -> None:
+    rig.sender.publish([1, 2], layers={"latent": [0]}, start_page=0)
+    rig.sender.publish([1, 2], layers={"latent": [1]}, start_page=0)
+    with pytest.raises(StateError, match=r"'latent' layer 0: pages \[1, 2\)"):
+        rig.sender.publish([5], layers={"latent": [0]}, start_page=1)
+
+
+def test_nothing_is_published_after_the_last(rig: Rig) -> None:
+    rig.sender.publish([1], last=True)
+    with pytest.raises(StateError, match="to its end"):
+        rig.sender.publish([2])
+
+
+def test_aux_that_is_early_or_too_long_is_refused(rig: Rig) -> None:
+    with pytest.raises(InvalidInput, match="last publish"):
+        rig.sender.publish([1], aux=b"x")
+    with pytest.raises(InvalidInput, match="over the limit"):
+        rig.sender.publish([1], last=True, aux=bytes((64 << 10) + 1))
+
+
+# --- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_release_of_what_is_published_ends_the_request_and_moves_every_generation_on(rig: Rig) -> None:
+    pulled = published(rig)
+    assert rig.release(1, pulled).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+    late = rig.release(2, pulled)
+    assert not late.unchanged
+    assert late.cause
+    assert late.cause.reason is FailureReason.GENERATION
+
+
+def test_a_release_before_the_last_publish_waits_for_it(rig: Rig) -> None:
+    rig.subscribe(1)
+    rig.sender.publish([3])
+    assert rig.release(1, generations(rig.take(Ready))).unchanged
+    assert rig.sender.poll() is SenderState.PUBLISHING
+    rig.sender.publish([4], last=True)
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+@pytest.mark.parametrize("take_back", ["withdraw", "abort", "expire"])
+def test_pages_taken_back_are_denied_to_a_reader_that_comes_later(rig: Rig, take_back: str) -> None:
+    pulled = published(rig)
+    if take_back == "withdraw":
+        rig.sender.withdraw([1])
+    elif take_back == "abort":
+        rig.sender.abort()
+    else:
+        rig.sender.expire(rig.now + LEASE_S + 1)
+    assert rig.sender.poll().is_final
+    assert len(rig.take(Failed, 1)) == 1
+    verdict = rig.release(1, pulled)
+    assert not verdict.unchanged
+    with pytest.raises(TransferFailed):
+        rig.sender.raise_failure()
+
+
+def test_generations_move_before_the_engine_can_see_the_end(rig: Rig) -> None:
+    """Whoever sees a final state may reuse the pages, so by then every verdict about them must be no."""
+    pulled = published(rig)
+    seen = []
+
+    def look(body: object) -> None:
+        if isinstance(body, Failed):
+            # The frame leaves between the two steps: the state is not final, the generations have moved.
+            assert not rig.sender.poll().is_final
+            seen.append(rig.release(1, pulled).unchanged)
+
+    rig.on_send = look
+    rig.sender.abort()
+    assert seen == [False]
+
+
+def test_withdrawing_pages_that_were_never_published_changes_nothing(rig: Rig) -> None:
+    pulled = published(rig)
+    rig.sender.withdraw([9, 10])
+    assert rig.release(1, pulled).unchanged
+
+
+def test_withdrawing_pages_of_another_group_changes_nothing(rig: Rig) -> None:
+    pulled = published(rig)
+    rig.sender.withdraw([1], group="state")
+    assert rig.release(1, pulled).unchanged
+
+
+def test_pages_expire_when_nobody_comes_and_not_while_a_reader_shows_itself(rig: Rig) -> None:
+    published(rig)
+    for _ in range(5):
+        rig.now += LEASE_S * 0.9
+        rig.subscribe(1, next_sequence=2)
+        rig.sender.expire(rig.now)
+        assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.sender.expire(rig.now + LEASE_S)
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.sender.expire(rig.now + LEASE_S + 0.1)
+    assert rig.sender.poll() is SenderState.EXPIRED
+    assert rig.sender.failure
+    assert "PDLINK_PUBLICATION_LEASE_S" in str(rig.sender.failure)
+
+
+def test_a_request_that_has_published_nothing_holds_nothing_and_does_not_expire(rig: Rig) -> None:
+    rig.sender.expire(rig.now + 100 * LEASE_S)
+    assert rig.sender.poll() is SenderState.OPEN
+
+
+def test_a_refused_stranger_does_not_keep_pages_alive(rig: Rig) -> None:
+    published(rig)
+    rig.now += LEASE_S
+    rig.subscribe(9, STRANGER)
+    rig.sender.expire(rig.now + 1)
+    assert rig.sender.poll() is SenderState.EXPIRED
+
+
+def test_after_the_end_publishing_does_nothing(rig: Rig) -> None:
+    rig.subscribe(1)
+    rig.sender.abort()
+    rig.sender.publish([3], last=True)
+    assert rig.take(Ready) == []
+    assert rig.sender.poll() is SenderState.ABORTED
+
+
+# --- readers ---------------------------------------------------------------------------------------
+
+
+def test_pages_are_held_until_every_reader_of_the_set_has_released(rig: Rig) -> None:
+    pulled = published(rig, 1, FIRST)
+    assert rig.release(1, pulled, FIRST).unchanged
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.subscribe(2, SECOND)
+    late = rig.take(Ready, 2)
+    assert generations(late) == pulled
+    assert rig.release(2, pulled, SECOND).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+def test_one_reader_that_releases_twice_does_not_stand_for_two(rig: Rig) -> None:
+    pulled = published(rig, 1, FIRST)
+    assert rig.release(1, pulled, FIRST).unchanged
+    assert rig.release(1, pulled, FIRST).unchanged
+    assert rig.sender.poll() is SenderState.PUBLISHED
+
+
+def test_a_reader_of_another_set_is_refused_and_the_first_one_goes_on(rig: Rig) -> None:
+    pulled = published(rig)
+    rig.subscribe(9, STRANGER)
+    (refusal,) = rig.take(Refused, 9)
+    assert refusal.cause.reason is FailureReason.DUPLICATE
+    assert "'dec' with 1 readers" in refusal.cause.text
+    assert "'other' with 1 readers" in refusal.cause.text
+    rig.sender.on_abort(b"x", 9, Abort(refusal.cause, STRANGER))
+    assert len(rig.take(AbortAck, 9)) == 1
+    assert not rig.release(9, pulled, STRANGER).unchanged
+    assert rig.release(1, pulled).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+def test_sets_that_disagree_on_their_size_are_refused(rig: Rig) -> None:
+    published(rig, 1, FIRST)
+    rig.subscribe(2, ReaderSet("dec", 1, 3))
+    (refusal,) = rig.take(Refused, 2)
+    assert "2 readers" in refusal.cause.text
+    assert "3 readers" in refusal.cause.text
+
+
+def test_a_new_attempt_waits_while_the_old_one_lives_and_takes_over_when_it_is_silent(rig: Rig) -> None:
+    published(rig)
+    rig.subscribe(2)
+    assert rig.take(Subscribed, 2) == [Subscribed(INCARNATION, 0, False)]
+    assert rig.take(Ready, 2) == []
+    rig.now += 16
+    rig.subscribe(2)
+    assert [one.sequence for one in rig.take(Ready, 2)] == [0, 1]
+
+
+def test_a_new_attempt_never_takes_the_place_of_one_that_has_released(rig: Rig) -> None:
+    """What is still held for the second reader belongs to the request that the first one has finished."""
+    pulled = published(rig, 1, FIRST)
+    rig.release(1, pulled, FIRST)
+    rig.now += 1000
+    rig.subscribe(3, FIRST)
+    assert rig.take(Refused) == []
+    assert rig.take(Ready, 3) == []
+    assert rig.take(Subscribed, 3) == [Subscribed(INCARNATION, 0, False)]
+    rig.subscribe(2, SECOND)
+    assert rig.release(2, pulled, SECOND).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+def test_an_abort_of_an_attempt_that_was_replaced_or_has_released_is_answered_and_ends_nothing(rig: Rig) -> None:
+    cause = Failure(FailureReason.ABORTED, "enough")
+    pulled = published(rig, 1, FIRST)
+    rig.release(1, pulled, FIRST)
+    rig.sender.on_abort(b"x", 1, Abort(cause, FIRST))
+    rig.subscribe(2, SECOND)
+    rig.sender.on_abort(b"x", 77, Abort(cause, SECOND))
+    assert len(rig.take(AbortAck)) == 2
+    assert rig.release(2, pulled, SECOND).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+def test_an_abort_of_one_reader_ends_the_request_and_the_other_is_told_why(rig: Rig) -> None:
+    published(rig, 1, FIRST)
+    rig.subscribe(2, SECOND)
+    rig.sender.on_abort(b"x", 1, Abort(Failure(FailureReason.ABORTED, "enough"), FIRST))
+    assert rig.sender.poll() is SenderState.ABORTED
+    assert [one.cause.text for one in rig.take(Failed, 2)] == ["enough"]
+    assert rig.take(Failed, 1) == []
+
+
+def test_the_first_cause_is_kept(rig: Rig) -> None:
+    published(rig)
+    rig.sender.fail(Failure(FailureReason.BACKEND, "first"))
+    rig.sender.abort("second")
+    rig.sender.withdraw([1])
+    assert rig.sender.failure
+    assert rig.sender.failure.text == "first"
+
+
+def test_a_reader_that_comes_after_the_end_is_told_how_it_ended(rig: Rig) -> None:
+    rig.sender.publish([1])
+    rig.sender.abort("engine says no")
+    rig.subscribe(1)
+    (refusal,) = rig.take(Refused, 1)
+    assert refusal.cause.text == "engine says no"
+
+
+def test_verdicts_name_the_publication_that_changed(rig: Rig) -> None:
+    pulled = published(rig)
+    verdict = rig.release(1, pulled | {1: pulled[1] + 1})
+    assert not verdict.unchanged
+    assert verdict.cause
+    assert "publication 1" in verdict.cause.text
+    assert rig.take(Verdict, 1) == [verdict]
+
+
+def test_a_release_of_something_never_published_is_denied(rig: Rig) -> None:
+    published(rig)
+    assert not rig.release(1, {5: 1}).unchanged
