@@ -30,7 +30,8 @@ def summarise(instance: str, said: Sequence[tuple[Address, PdlinkError]]) -> Pdl
     if len(said) == 1:
         return said[0][1]
     errors = [error for _, error in said]
-    text = "; ".join(f"{address}: {error}" for address, error in said)
+    named = (str(error) if str(address) in str(error) else f"{address}: {error}" for address, error in said)
+    text = "; ".join(named)
     text = f"no bootstrap has a ready instance {instance!r}: {text}"
     if all(isinstance(error, UnknownInstance) for error in errors):
         return UnknownInstance(text)

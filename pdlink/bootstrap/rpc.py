@@ -119,7 +119,7 @@ def translate(error: grpc.RpcError, address: Address, timeout_s: float) -> Pdlin
     code, details = _status(error)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(
-            f"bootstrap {address} did not answer within {timeout_s:g} s (resolve_timeout_s); check that a pdlink "
+            f"bootstrap {address} did not answer within {timeout_s:.3g} s (resolve_timeout_s); check that a pdlink "
             "bootstrap runs at this address"
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:

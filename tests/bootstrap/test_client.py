@@ -3,6 +3,7 @@
 import http.server
 import queue
 import random
+import re
 import socket
 import socketserver
 import threading
@@ -12,9 +13,10 @@ import grpc
 import pytest
 
 from pdlink.address import Address
-from pdlink.bootstrap import service_wire
+from pdlink.bootstrap import service_wire, wire
 from pdlink.bootstrap.client import BootstrapClient
-from pdlink.bootstrap.messages import PrefillServerInfo
+from pdlink.bootstrap.directory import Directory
+from pdlink.bootstrap.messages import PrefillServerInfo, Side
 from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.bootstrap.rpc import BootstrapUnreachable, Link
 from pdlink.config import Settings
@@ -126,6 +128,14 @@ def test_the_next_address_is_asked_when_one_does_not_have_the_instance_ready(ser
     assert len(client(empty.address, half.address, full.address).resolve(NAME, PRINT).ranks) == 2
 
 
+def test_silent_addresses_share_the_time_that_is_given(strangers, client):
+    silent = strangers("silent"), strangers("silent")
+    with pytest.raises(DeadlineExceeded) as late:
+        client(*silent).resolve(NAME, PRINT, timeout_s=0.6)
+    assert re.search(rf"bootstrap {silent[0]} did not answer within 0\.(3|2\d*) s", str(late.value))
+    assert f"bootstrap {silent[1]} did not answer within 0." in str(late.value)
+
+
 def test_an_error_lists_what_each_address_said(serve, client):
     empty, half, dead = serve(), serve(), dead_address()
     register(half, make_instance()[0])
@@ -134,7 +144,7 @@ def test_an_error_lists_what_each_address_said(serve, client):
     text = str(waiting.value)
     assert f"{empty.address}: nobody has registered" in text
     assert f"{half.address}: instance 'prefill-a' is not ready" in text
-    assert f"{dead}: nothing listens" in text
+    assert f"nothing listens at bootstrap address {dead}" in text
     with pytest.raises(UnknownInstance):
         client(empty.address, empty.address).resolve(NAME, PRINT)
     with pytest.raises(BootstrapUnreachable):
@@ -251,7 +261,8 @@ class Follower:
                 return answer
 
 
-def test_a_watch_tells_every_change_of_an_instance(serve, client):
+def test_a_watch_tells_every_change_of_an_instance_without_waiting_for_a_tick(serve, client, monkeypatch):
+    monkeypatch.setattr("pdlink.bootstrap.server.EXPIRY_INTERVAL_S", 3600.0)
     server, follow = serve(), Follower()
     client(server.address).watch(NAME, PRINT, follow)
     assert isinstance(follow.next(), UnknownInstance)
@@ -289,6 +300,38 @@ def test_a_watch_tells_when_leases_run_out(serve, client):
     assert isinstance(follow.next(), UnknownInstance)
     with pytest.raises(UnknownInstance):
         client(server.address).resolve(NAME, PRINT)
+
+
+def test_a_watch_says_nothing_that_it_has_said(serve, client):
+    """One service does not repeat itself, and rounds over several are not repeated either."""
+    server, empty, asked, follow = serve(), serve(), threading.Semaphore(0), Follower()
+    first, second = make_instance()
+    register(server, first)
+    link = Link(server.address)
+    answers = iter(link.stream("Watch", pb.WatchRequest(instance=NAME, decode=wire.pack_side(Side.of(make_layout())))))
+    assert pb.WatchResponse.FromString(next(answers)).WhichOneof("answer") == "not_ready"
+    register(server, make_instance(incarnation=2)[0])
+    client(server.address).watch(NAME, PRINT, lambda answer: asked.release())
+    assert asked.acquire(timeout=WAIT_S)  # the service has been round since
+    client(empty.address, server.address).watch(NAME, PRINT, follow)
+    assert isinstance(follow.next(), NotReady)
+    rounds = threading.Semaphore(0)
+    with pytest.MonkeyPatch.context() as patch:
+        side = Directory.side
+        patch.setattr(Directory, "side", lambda *args: (rounds.release(), side(*args))[1])
+        for _ in range(4):
+            assert rounds.acquire(timeout=WAIT_S)
+    register(server, second)
+    assert pb.WatchResponse.FromString(next(answers)).WhichOneof("answer") == "info"
+    assert isinstance(follow.next(), PrefillServerInfo)
+    link.close()
+
+
+def test_a_watch_goes_past_an_address_that_does_not_have_the_instance(serve, client):
+    empty, full, follow = serve(), serve(), Follower()
+    register(full, *make_instance())
+    client(empty.address, full.address).watch(NAME, PRINT, follow)
+    assert isinstance(follow.next(), PrefillServerInfo)
 
 
 def test_a_watch_goes_on_at_another_address(serve, client):

@@ -229,6 +229,17 @@ def test_a_worker_that_comes_and_goes_leaves_no_timers_behind():
     assert directory.expire(510.0) == 1
 
 
+def test_the_timers_of_a_worker_that_left_do_not_outlive_their_time():
+    first = make_instance()[0]
+    directory = Directory(10.0)
+    for _ in range(5):
+        directory.register(first, 0.0)
+        directory.withdraw(first.key, 0.0)
+    directory.register(first, 5.0)
+    assert directory.expire(10.0) == 0
+    assert len(directory._deadlines) == 1
+
+
 def test_a_full_directory_refuses_strangers_and_keeps_its_own():
     first, second = make_instance()
     directory = Directory(10.0, max_workers=1)

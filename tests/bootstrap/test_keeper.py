@@ -152,8 +152,8 @@ def test_closing_does_not_wait_for_a_silent_service(keep):
             Address("127.0.0.1", sock.getsockname()[1]),
             settings=Settings(resolve_timeout_s=WAIT_S * 10),
         )
-        sock.accept()[0].close()
-        keeper.close()
+        with sock.accept()[0]:
+            keeper.close()
         assert KeeperState.DEAD not in keeper.states.values()
     assert not [one for one in threading.enumerate() if one.name.startswith("pdlink-keeper")]
 

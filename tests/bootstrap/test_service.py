@@ -240,6 +240,7 @@ def test_an_address_of_another_machine_is_refused():
 def test_a_wildcard_is_refused_unless_another_address_is_advertised(serve):
     with pytest.raises(AddressError, match="PDLINK_ADVERTISE_HOST"):
         BootstrapServer.start(Address("::", 0))
+    assert not [one for one in threading.enumerate() if one.name.startswith("pdlink-bootstrap")]
     server = serve(Address("::", 0), settings=Settings(advertise_host="127.0.0.1"))
     assert server.address.host == "127.0.0.1"
 
