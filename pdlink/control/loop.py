@@ -66,6 +66,8 @@ class ControlLoop:
         self._calls: deque[Call] = deque()
         self._timers = Timers()
         self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
+        self._woken = False
+        """A wake-up is on its way; cleared after it was read and before the calls are run."""
         self._running = False
         self._closed = False
         self._lock = threading.Lock()
@@ -85,8 +87,12 @@ class ControlLoop:
     def call_soon(self, call: Call) -> None:
         """Run `call` on the I/O thread. Any thread may ask; dropped silently once the loop is closed."""
         with self._lock:
-            if not self._closed:
-                self._calls.append(call)
+            if self._closed:
+                return
+            self._calls.append(call)
+            # The I/O thread looks at its calls before it sleeps. Every write lets another thread take the GIL.
+            if not self._woken and threading.current_thread() is not self._thread:
+                self._woken = True
                 os.eventfd_write(self._wake, 1)
 
     def call_later(self, delay_s: float, call: Call) -> Timer:
@@ -183,6 +189,7 @@ class ControlLoop:
                 for socket, _ in self._poller.poll(self._wait_ms()):
                     if socket == self._wake:
                         os.eventfd_read(self._wake)
+                        self._woken = False
                     else:
                         self._receive(socket)
                 self._run_calls()
@@ -218,6 +225,8 @@ class ControlLoop:
                 return
             if handler:
                 self._guard(partial(handler, parts))
+            if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return  # cheaper than to be told by a second receive, which would give the GIL away once more
 
     def _guard(self, call: Call) -> None:
         try:

@@ -21,6 +21,9 @@ log = logging.getLogger("pdlink.decode")
 
 YIELD_EVERY_S = 100e-6
 YIELD_S = 20e-6
+SPIN_S = 100e-6
+"""Two polls of one receiver in a row, closer than this: the caller does nothing else."""
+SPIN_WAIT_S = 500e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,6 @@ class Receiver:
         self._callbacks: list[Callable[[Receiver], None]] = []
         self._lock = threading.Lock()
         self._seen = ReceiverState.RESOLVING
-        self._yielded = 0.0
 
     @property
     def state(self) -> ReceiverState:
@@ -61,11 +63,16 @@ class Receiver:
         """The state now. Never waits for the transfer.
 
         A loop that polls must not starve the threads that do the work: when nothing has changed since the last call,
-        the GIL is given away for some microseconds, at most once in `YIELD_EVERY_S`.
+        the GIL is given away for some microseconds, at most once in `YIELD_EVERY_S`. A loop that does nothing but poll
+        this one receiver sleeps until the end, or for `SPIN_WAIT_S`.
         """
         state = self._state
         if state is self._seen and not state.is_final:
-            _give_way()
+            if _is_spinning(self):
+                self._ended.wait(SPIN_WAIT_S)
+            else:
+                _give_way()
+            _remember(self)
             state = self._state
         self._seen = state
         return state
@@ -120,6 +127,18 @@ class Receiver:
 
 
 _last_yield = 0.0
+_last_polled = (0, 0.0)
+"""Which receiver was polled last in this process (its `id`), and when that poll returned."""
+
+
+def _is_spinning(receiver: Receiver) -> bool:
+    which, when = _last_polled
+    return which == id(receiver) and time.monotonic() - when < SPIN_S
+
+
+def _remember(receiver: Receiver) -> None:
+    global _last_polled
+    _last_polled = (id(receiver), time.monotonic())
 
 
 def _give_way() -> None:
