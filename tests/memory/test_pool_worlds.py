@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pdlink.backends.shm import SHM_DIR, sweep_stale
 from tests.memory import scenarios_bytes, scenarios_divergence, scenarios_random
 from tests.memory.worlds import Outcome, run_world
 
@@ -39,3 +40,6 @@ def test_the_others_hear_that_a_rank_died(tmp_path: Path) -> None:
     survivor, dead = run_world(tmp_path, 2, ["a_rank_that_dies"], 50)["a_rank_that_dies"]
     assert not survivor.error, survivor.error
     assert dead.error.startswith("never finished")
+    # Nobody could close what the dead rank held; whoever comes next clears it.
+    sweep_stale()
+    assert not list(Path(SHM_DIR).glob(f"pdlink-{dead.pid}-*"))

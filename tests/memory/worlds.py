@@ -23,6 +23,7 @@ class Outcome:
     """What one rank says of one scenario: an empty `error` means that every check held."""
 
     rank: int
+    pid: int
     error: str
     seconds: float
 
@@ -47,11 +48,14 @@ def run_world(folder: Path, num_ranks: int, scenarios: list[str], timeout_s: flo
         for process in processes:
             process.kill()
             process.wait()
-    return {name: [_outcome(folder, rank, name) for rank in range(num_ranks)] for name in scenarios}
+    return {
+        name: [_outcome(folder, rank, process.pid, name) for rank, process in enumerate(processes)]
+        for name in scenarios
+    }
 
 
-def _outcome(folder: Path, rank: int, name: str) -> Outcome:
+def _outcome(folder: Path, rank: int, pid: int, name: str) -> Outcome:
     path = folder / f"{name}.{rank}.json"
     if not path.exists():
-        return Outcome(rank, f"never finished; its log: {(folder / f'log{rank}').read_text()[-2000:]}", 0.0)
-    return Outcome(rank, **json.loads(path.read_text()))
+        return Outcome(rank, pid, f"never finished; its log: {(folder / f'log{rank}').read_text()[-2000:]}", 0.0)
+    return Outcome(rank, pid, **json.loads(path.read_text()))
