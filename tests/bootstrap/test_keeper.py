@@ -145,6 +145,7 @@ def test_waiting_for_a_service_that_is_not_there_ends_and_says_so(keep):
     assert not keeper.is_healthy
 
 
+@pytest.mark.timeout(15)  # a connection that stays silent is given up after 20 s by itself
 def test_closing_does_not_wait_for_a_silent_service(keep):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         keeper = keep(
