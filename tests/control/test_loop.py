@@ -1,0 +1,148 @@
+import random
+import socket
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdlink.address import Address
+from pdlink.control.loop import ControlLoop
+from pdlink.control.wire import encode
+from tests.control.frames import FRAMES
+from tests.control.loops import ANY, TIMEOUT_S, Box, flush, free_port, passes, ping, stranger
+
+
+def test_frames_go_both_ways_unchanged_and_in_order(loop):
+    inbox, outbox = Box(), Box()
+    server = loop.bind(ANY, inbox)
+    channel = loop.connect(server.address, outbox)
+    for frame in FRAMES.values():
+        channel.send(frame)
+    for frame in FRAMES.values():
+        route, found = inbox.take()
+        assert found == frame
+        server.send(route, frame)
+    assert [outbox.take() for _ in FRAMES] == [(frame,) for frame in FRAMES.values()]
+    flush(loop)
+    assert (loop.counters.sent, loop.counters.received) == (2 * len(FRAMES), 2 * len(FRAMES))
+    assert (loop.counters.malformed, loop.counters.dropped, loop.counters.handler_errors) == (0, 0, 0)
+
+
+def test_each_channel_gets_its_own_answers(loop):
+    inbox, boxes = Box(), [Box() for _ in range(8)]
+    server = loop.bind(ANY, inbox)
+    for nonce, box in enumerate(boxes):
+        loop.connect(server.address, box).send(ping(nonce))
+    for _ in boxes:
+        route, frame = inbox.take()
+        server.send(route, frame)
+    assert [box.take() for box in boxes] == [(ping(nonce),) for nonce in range(8)]
+    assert all(box.is_empty for box in boxes)
+
+
+def test_two_processes_worth_of_loops_reach_each_other(loop):
+    other, inbox, outbox = ControlLoop().start(), Box(), Box()
+    try:
+        server = other.bind(ANY, inbox)
+        channel = loop.connect(server.address, outbox)
+        assert passes(server, inbox, channel, 5)
+        assert outbox.take() == (ping(6),)
+    finally:
+        other.close()
+
+
+def test_a_channel_reaches_a_server_that_starts_after_it_and_again_after_a_restart(loop):
+    port = free_port()
+    channel = loop.connect(Address("127.0.0.1", port), Box())
+    for nonce in (1, 2):
+        other, inbox = ControlLoop().start(), Box()
+        try:
+            server = other.bind(Address("127.0.0.1", port), inbox)
+            assert server.address.port == port
+            assert passes(server, inbox, channel, nonce)
+        finally:
+            other.close()
+
+
+# --- strangers ----------------------------------------------------------------------------------
+
+RANDOM = random.Random(5)
+GARBAGE = [[b""], [RANDOM.randbytes(1024)], [b"a", b"b"], [b"", b"", b""], [b"x" * 4096]]
+
+
+def test_garbage_is_counted_and_the_next_good_frame_passes(loop, heard):
+    inbox, outbox = Box(), Box()
+    server = loop.bind(ANY, inbox)
+    channel = loop.connect(server.address, outbox)
+    with stranger(server.address) as bad:
+        for parts in GARBAGE:
+            bad.send_multipart(parts)
+        assert [heard.take() for _ in GARBAGE] == [("control.malformed",)] * len(GARBAGE)
+    assert passes(server, inbox, channel, 1)
+    assert outbox.take() == (ping(2),)
+    assert inbox.is_empty
+    assert loop.is_alive
+    assert loop.counters.malformed == len(GARBAGE)
+    assert loop.counters.handler_errors == 0
+
+
+def test_a_client_survives_a_server_that_answers_garbage(loop, heard):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bad:
+        port = bad.bind_to_random_port("tcp://127.0.0.1")
+        box = Box()
+        channel = loop.connect(Address("127.0.0.1", port), box)
+        channel.send(ping(1))
+        assert bad.poll(TIMEOUT_S * 1000)
+        route, _ = bad.recv_multipart()
+        for parts in GARBAGE:
+            bad.send_multipart([route, *parts])
+        assert [heard.take() for _ in GARBAGE] == [("control.malformed",)] * len(GARBAGE)
+        bad.send_multipart([route, encode(ping(7))])
+        assert box.take() == (ping(7),)
+    assert loop.is_alive
+
+
+def test_a_message_over_the_limit_never_arrives_and_breaks_only_its_own_connection(loop):
+    inbox, outbox = Box(), Box()
+    server = loop.bind(ANY, inbox)
+    channel = loop.connect(server.address, outbox)
+    assert passes(server, inbox, channel, 1)
+    with stranger(server.address) as bad, bad.get_monitor_socket(zmq.EVENT_DISCONNECTED) as watch:
+        bad.send(bytes(8 << 20))
+        assert watch.poll(TIMEOUT_S * 1000)
+        assert recv_monitor_message(watch)["event"] == zmq.EVENT_DISCONNECTED
+        bad.disable_monitor()
+    assert passes(server, inbox, channel, 3)
+    assert [outbox.take() for _ in range(2)] == [(ping(2),), (ping(4),)]
+    assert inbox.is_empty
+    assert (loop.counters.received, loop.counters.malformed) == (4, 0)
+
+
+@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(100), RANDOM.randbytes(1024)])
+def test_a_peer_that_does_not_speak_zmq_harms_nobody(loop, text):
+    inbox, outbox = Box(), Box()
+    server = loop.bind(ANY, inbox)
+    with socket.create_connection((server.address.host, server.address.port), TIMEOUT_S) as bad:
+        bad.sendall(text)
+        assert passes(server, inbox, loop.connect(server.address, outbox), 1)
+    assert outbox.take() == (ping(2),)
+    assert loop.is_alive
+
+
+@pytest.mark.parametrize("kind", [zmq.REQ, zmq.PUB, zmq.PUSH, zmq.ROUTER])
+def test_a_socket_of_another_kind_harms_nobody(loop, kind):
+    inbox = Box()
+    server = loop.bind(ANY, inbox)
+    with stranger(server.address, kind) as bad:
+        if kind == zmq.REQ:
+            bad.send(encode(ping(7)))
+        assert passes(server, inbox, loop.connect(server.address, Box()), 1)
+    assert loop.is_alive
+
+
+def test_an_answer_to_nobody_is_dropped_and_counted(loop):
+    server = loop.bind(ANY, Box())
+    server.send(b"nobody", ping(1))
+    flush(loop)
+    assert (loop.counters.dropped, loop.counters.sent) == (1, 0)
+    assert loop.is_alive
