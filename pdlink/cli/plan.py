@@ -164,10 +164,6 @@ def spans(layers: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _text(layers: Sequence[int]) -> str:
-    return ", ".join(f"{first}-{last}" if first != last else str(first) for first, last in spans(layers)) or "none"
-
-
 def _as_json(
     subject: Subject, sizes: ParallelSizes, layout: CacheLayout, layer_plan: LayerPlan, footprint: Footprint
 ) -> dict[str, Any]:
@@ -225,6 +221,7 @@ def _show(
     out: Console, kind: Kind, layout: CacheLayout, layer_plan: LayerPlan, footprint: Footprint, lead: str
 ) -> None:
     from pdlink.cli.output import format_sizes, print_table
+    from pdlink.layout.layer_plan import compact_ids
 
     def per_token(name: str) -> str:
         one = layout.component(name)
@@ -234,7 +231,7 @@ def _show(
     out.print(f"{lead}{', '.join(per_token(one.name) for one in layout.components)}")
     for one in layout.components:
         if one.name == "index_k":
-            what = "every layer" if len(one.layers) == layout.num_layers else f"layers {_text(one.layers)}"
+            what = "every layer" if len(one.layers) == layout.num_layers else f"layers {compact_ids(one.layers)}"
             out.print(f"indexer keys on {what} ({len(one.layers)} of {layout.num_layers})")
     shown = [one for one in footprint.ranks if one.rank.tp == 0]
     names = [one.name for one in layout.components]
@@ -245,7 +242,8 @@ def _show(
     )
     rows = []
     for number, rank in enumerate(shown):
-        cells = [_text(rank.owned.get(name, ())) for name in (names[:1] if same else names)]
+        held = [rank.owned.get(name, ()) for name in (names[:1] if same else names)]
+        cells = [compact_ids(ids) if ids else "none" for ids in held]
         rows.append([_name(rank, layer_plan), *cells, *sizes[3 * number : 3 * number + 3]])
     print_table(out, ["rank", *columns, "KV", "unsplit", "scratch"], rows, left=1 + len(columns))
     if layer_plan.sizes.tp > 1:
