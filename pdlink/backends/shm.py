@@ -139,7 +139,7 @@ def attach(name: str, nbytes: int) -> AttachedSegment:
     """Map the segment `name`, which its owner says has `nbytes` bytes, for reading.
 
     Raises `RegionError` for a name that is not a segment's, a file that cannot be opened, or another size; `PeerGone`
-    when the file is not there any more.
+    when the file is not there any more, or its owner has died.
     """
     if not _NAME.fullmatch(name):
         raise RegionError(f"{name!r} is not the name of a pdlink shared-memory segment ({PREFIX}<pid>-<random>)")
@@ -157,6 +157,8 @@ def attach(name: str, nbytes: int) -> AttachedSegment:
             raise RegionError(f"shared-memory segment {name} is not a regular file")
         if facts.st_size != nbytes:
             raise RegionError(f"shared-memory segment {name} has {facts.st_size} bytes, its owner said {nbytes}")
+        if _lock_alone(fd):
+            raise PeerGone(f"shared-memory segment {name} was left by an owner that has died")
         return AttachedSegment(name, nbytes, mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
     finally:
         os.close(fd)
@@ -187,7 +189,8 @@ def _remove_if_ownerless(name: str) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _lock_alone(fd):
+            return False
         # An owner that is between making its file and locking it finds it locked by us, or unlinked, and makes
         # another one (see _open_locked).
         _unlink(name)
@@ -195,6 +198,15 @@ def _remove_if_ownerless(name: str) -> bool:
         return False
     finally:
         os.close(fd)
+    return True
+
+
+def _lock_alone(fd: int) -> bool:
+    """Take the exclusive lock, which an owner that lives, wherever it lives, does not let go; until `fd` is closed."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
     return True
 
 
