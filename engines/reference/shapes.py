@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pdlink.errors import InvalidInput
 from pdlink.layout.components import CacheLayout, Component, heads, index_k, latent
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)

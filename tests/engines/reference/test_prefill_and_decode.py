@@ -42,7 +42,7 @@ def assert_like_plain(model: ReferenceModel, run: Run, name: str, prompt: list[i
         pytest.param(90, 512, id="one-chunk"),
         pytest.param(90, 32, id="chunk-of-two-pages"),
         pytest.param(75, 13, id="chunk-divides-nothing"),
-        pytest.param(45, 2, id="chunk-smaller-than-cp"),
+        pytest.param(22, 2, id="chunk-smaller-than-cp"),
         pytest.param(1, 8, id="one-token"),
         pytest.param(48, 48, id="full-pages-only"),
     ],
