@@ -66,6 +66,8 @@ class IpcBackend(Backend):
     def __init__(self) -> None:
         self._host = _host_identity()
         self._regions: dict[tuple[int, int], int] = {}
+        self._spans: Int64Array | None = None
+        """The regions in order, made when a pull needs them."""
         self._peers: dict[str, _Link] = {}
         self._lock = threading.Lock()
 
@@ -77,6 +79,7 @@ class IpcBackend(Backend):
         with self._lock:
             span = (region.base_address, region.end_address)
             self._regions[span] = self._regions.get(span, 0) + 1
+            self._spans = None
 
     def deregister(self, region: Region) -> None:
         with self._lock:
@@ -84,6 +87,7 @@ class IpcBackend(Backend):
             self._regions[span] = self._regions.get(span, 0) - 1
             if self._regions[span] <= 0:
                 del self._regions[span]
+                self._spans = None
 
     def endpoint(self) -> bytes:
         """Host identity and the segments of all registered regions, as JSON.
@@ -136,7 +140,9 @@ class IpcBackend(Backend):
     def submit(self, batch: PullBatch) -> PullHandle:
         with self._lock:
             link = self._peers.get(batch.worker_id)
-            spans = np.array(sorted(self._regions), dtype=np.int64).reshape(-1, 2)
+            if self._spans is None:
+                self._spans = np.array(sorted(self._regions), dtype=np.int64).reshape(-1, 2)
+            spans = self._spans
         if link is None:
             raise PeerGone(f"{batch.worker_id} is not connected over ipc")
         for move in batch.moves:
@@ -172,6 +178,7 @@ class IpcBackend(Backend):
                 link.broken = True
             self._peers.clear()
             self._regions.clear()
+            self._spans = None
 
 
 def _host_identity() -> str:

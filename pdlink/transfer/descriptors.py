@@ -44,6 +44,10 @@ class PageRuns:
         """int64 [num_pages], in run order."""
         return _spread(self.source, self.count)
 
+    def split(self) -> PageRuns:
+        """The same pairs as runs of one page each."""
+        return PageRuns(self.source_pages(), self.destination_pages(), np.ones(self.num_pages, dtype=np.int64))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTable:
@@ -138,10 +142,10 @@ def pair_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageR
     Pairs are sorted by source page first, because an allocator that hands pages out in order gives the same runs on
     both sides whatever the order in which they were listed.
     """
+    if len(source_pages) < 2:
+        return PageRuns(source_pages.copy(), destination_pages.copy(), np.ones(len(source_pages), dtype=np.int64))
     order = np.argsort(source_pages, kind="stable")
     source, destination = source_pages[order], destination_pages[order]
-    if not len(source):
-        return PageRuns(source, destination, np.zeros(0, dtype=np.int64))
     breaks = np.flatnonzero((np.diff(source) != 1) | (np.diff(destination) != 1)) + 1
     starts = np.concatenate([np.zeros(1, dtype=np.int64), breaks])
     counts = np.diff(np.concatenate([starts, np.array([len(source)], dtype=np.int64)]))
@@ -156,11 +160,11 @@ def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
 
 
 def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:
-    runs, layers = move.runs, move.layers
-    single = np.ones(runs.num_pages, dtype=np.int64)
-    per_page = PageRuns(runs.source_pages(), runs.destination_pages(), single)
-    for dense, pages in ((True, runs), (False, per_page)):
-        chosen = layers.take(np.flatnonzero(layers.dense == dense))
+    for dense in (True, False):
+        chosen = move.layers.take(np.flatnonzero(move.layers.dense == dense))
+        if not chosen.num_layers:
+            continue
+        pages = move.runs if dense else move.runs.split()
         for start in range(0, pages.num_runs, max_rows):
             piece = slice(start, start + max_rows)
             source, destination, count = pages.source[piece], pages.destination[piece], pages.count[piece]
