@@ -63,6 +63,8 @@ def exit_code(error: BaseException) -> int:
         return BROKEN_PIPE
     if isinstance(error, PdlinkError):
         return UNUSABLE if isinstance(error, _UNUSABLE) else WRONG
+    if isinstance(error, OSError):  # no room on the disk, a file that may not be read, no more processes
+        return UNUSABLE
     return BUG
 
 

@@ -22,6 +22,8 @@ from pdlink.cli import bench_control, bench_plan, bootstrap, demo, exits, plan
 from pdlink.cli.interrupts import orderly_end
 from pdlink.errors import ConfigError
 
+log = logging.getLogger("pdlink.cli")
+
 EXAMPLES = """\b
 Examples:
   pdlink plan --model glm-5.2 --cp 4 --tokens 8192
@@ -79,25 +81,31 @@ def main(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Whatever goes wrong is one line on standard error."""
     try:
         with orderly_end():
-            _set_up_logging()
-            _invoke(arguments)
-            sys.stdout.flush()
-    except BrokenPipeError:
+            try:
+                _set_up_logging()
+                _invoke(arguments)
+            finally:
+                sys.stdout.flush()
+    except BaseException as error:  # noqa: BLE001 - the process boundary: nothing above can report it
+        return _report(error, arguments)
+    return exits.OK
+
+
+def _report(error: BaseException, arguments: Sequence[str]) -> int:
+    """Say what went wrong, in one line unless it is a bug of ours, and pick the exit code."""
+    code = exits.exit_code(error)
+    log.debug("the command failed", exc_info=error)
+    if code == exits.BROKEN_PIPE:
         # Whoever read our output has left. What is still buffered must not fail again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return exits.BROKEN_PIPE
-    except KeyboardInterrupt as error:
+    elif isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
-        return exits.exit_code(error)
-    except Exception as error:  # noqa: BLE001 - the process boundary: nothing above can report it
-        code = exits.exit_code(error)
-        if code == exits.BUG:
-            traceback.print_exc()
-            print("error: a bug in pdlink, please report it with the lines above", file=sys.stderr)
-        else:
-            print(f"error: {exits.one_line(error, arguments)}", file=sys.stderr)
-        return code
-    return exits.OK
+    elif code == exits.BUG:
+        traceback.print_exception(error)
+        print("error: a bug in pdlink, please report it with the lines above", file=sys.stderr)
+    else:
+        print(f"error: {exits.one_line(error, arguments)}", file=sys.stderr)
+    return code
 
 
 def _invoke(arguments: Sequence[str]) -> None:

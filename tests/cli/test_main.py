@@ -67,6 +67,7 @@ def run_raising(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], in
         (TransferFailed("owner died"), 1),
         (BackendError("wire"), 1),
         (StateError("closed"), 1),
+        (OSError(28, "No space left on device"), 2),
     ],
 )
 def test_an_error_is_one_line_and_its_own_exit_code(
@@ -167,6 +168,14 @@ def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> N
     err = child.stderr.read()
     assert (child.wait(timeout=30), err) == (exits.BROKEN_PIPE, b"")
     child.stderr.close()
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*PDLINK, "plan"], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=30
+        )
+    assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan"], ["plan", "--json"], ["plan", "--model", "smollm2"]])
