@@ -373,7 +373,8 @@ class Merge:
                 yield worker_id
 
     def _overdue(self, what: str, waited_s: float, setting: str, worker_id: str = "") -> Failure:
-        late = [name for name, owner in self._owners.items() if not owner.last]
+        confirming = self.state is ReceiverState.CONFIRMING
+        late = [name for name, one in self._owners.items() if not (one.unchanged if confirming else one.last)]
         name = f"PDLINK_{setting}_TIMEOUT_S"
         return failures.timed_out(
             what, waited_s, name, worker_id or (late[0] if late else ""), failures.waiting_for(late)
