@@ -19,6 +19,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import threading
 from dataclasses import dataclass
 
@@ -243,7 +244,8 @@ def _fill(fd: int, nbytes: int) -> None:
 
 def _free_bytes() -> int:
     facts = os.statvfs(SHM_DIR)
-    return facts.f_bavail * facts.f_frsize
+    # A tmpfs without a limit says 0 of 0 blocks.
+    return facts.f_bavail * facts.f_frsize if facts.f_blocks else sys.maxsize
 
 
 def _unlink(name: str) -> None:

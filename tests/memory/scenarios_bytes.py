@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from pdlink.layout import CacheLayout, LayerPlan, OwnedLayers, ParallelSizes, PlanKind, RankCoordinates
 from pdlink.layout.components import Component, Field, index_k, latent
+from pdlink.memory.communicator import GroupCommunicator
 from pdlink.memory.forward import ReadSpan
 from pdlink.memory.owners import ShardOwners, owned_nbytes, scratch_nbytes
 from pdlink.memory.sharded_pool import LayerShardedPool
@@ -174,6 +176,15 @@ def changed_history_is_read_again(world: World) -> None:
                         pool.region_tensor(component, other).copy_(torch.from_numpy(data))
 
 
+class LateOwner(GroupCommunicator):
+    """The owner's bytes come late: by then the others have long written their rows."""
+
+    def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
+        if self.rank == root:
+            time.sleep(0.01)
+        super().broadcast(data, root, what)
+
+
 def chunk_rows_survive_a_shared_page(world: World) -> None:
     """A prefix of 100 tokens and a chunk in the same page, written before or after the layer is read."""
     layouts = [(dsa_layout(6), 100), (gqa_layout(5), 11)]
@@ -182,7 +193,7 @@ def chunk_rows_survive_a_shared_page(world: World) -> None:
         pages = [9, 2, 5, 7, 11, 1]
         for num_chunk in (1, 3 if size < 28 else 28):
             for order in ("read first", "write first", "write, lose it, read"):
-                pool = world.pool(layout)
+                pool = world.pool(layout, communicator=LateOwner)
                 span, chunk = ReadSpan(pages, prefix), ReadSpan(pages, prefix + num_chunk)
                 new = slots_of(chunk, size, prefix)
                 pool.begin_forward([span])
