@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -15,6 +16,11 @@ from pdlink.errors import PdlinkError
 from pdlink_engines.reference.demo.spec import DemoSpec
 
 STOP_TIMEOUT_S = 5.0
+ENVIRONMENT = {
+    # gloo listens on the interface of the host name otherwise, which need not be loopback.
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+}
 LOG_TAIL_LINES = 8
 
 
@@ -47,6 +53,7 @@ class DemoProcess:
                 stderr=log,
                 text=True,
                 start_new_session=True,
+                env={**os.environ, **ENVIRONMENT},
             )
         self.say(spec.model_dump_json())
         assert self._child.stdout is not None
