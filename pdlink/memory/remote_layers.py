@@ -59,6 +59,8 @@ class RemoteLayers:
         self._forward: ForwardState | None = None
         self._forward_number = 0
         self._reads = self._hits = self._fetches = self._last_fetch = 0
+        # A reader may have served another pool before.
+        self._moved_before, self._agreed_before = (reader.nbytes_moved, reader.nbytes_agreed) if reader else (0, 0)
         if reader is not None:
             owners = reader.owners
             remote = owners.remote_components(reader.rank)
@@ -81,8 +83,15 @@ class RemoteLayers:
 
     @property
     def stats(self) -> PoolStats:
-        moved = (self._reader.nbytes_moved, self._reader.nbytes_agreed) if self._reader else (0, 0)
-        return PoolStats(self._reads, self._hits, self._fetches, moved[0], self._last_fetch, moved[1])
+        moved, agreed = (self._reader.nbytes_moved, self._reader.nbytes_agreed) if self._reader else (0, 0)
+        return PoolStats(
+            self._reads,
+            self._hits,
+            self._fetches,
+            moved - self._moved_before,
+            self._last_fetch,
+            agreed - self._agreed_before,
+        )
 
     def is_split(self, key: LayerKey) -> bool:
         """Whether ranks other than the owner have to fetch the layer."""

@@ -61,13 +61,14 @@ class World:
         timeout_s: float = 20.0,
         scratch_slots: int = 2,
         salt: int = 0,
+        reader: BroadcastReader | None = None,
     ) -> LayerShardedPool:
         """A pool of this rank's shard group, owned layers filled with their pattern, scratch with 0xEE."""
         ranks = next(one for one in groups or [range(self.num_ranks)] if self.rank in one)
         me = RankCoordinates(cp=list(ranks).index(self.rank))
         whole = plan(layout, ParallelSizes(cp=len(ranks)))
         owners = ShardOwners.of(layout, whole, me)
-        reader = BroadcastReader(owners, communicator(ranks, timeout_s=timeout_s))
+        reader = reader or BroadcastReader(owners, communicator(ranks, timeout_s=timeout_s))
         pool = LayerShardedPool(layout, whole.owned[me], num_pages, reader=reader, scratch_slots=scratch_slots)
         self._open += [pool, reader]
         for name, layers in pool.owned.items():

@@ -10,6 +10,7 @@ import torch
 
 from pdlink.layout import CacheLayout, LayerPlan, OwnedLayers, ParallelSizes, PlanKind, RankCoordinates
 from pdlink.layout.components import Component, Field, index_k, latent
+from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.communicator import GroupCommunicator
 from pdlink.memory.forward import ReadSpan
 from pdlink.memory.owners import ShardOwners, owned_nbytes, scratch_nbytes
@@ -255,6 +256,25 @@ def a_rank_may_own_nothing(world: World) -> None:
     pool.end_forward()
 
 
+def a_reader_serves_one_pool_after_another(world: World) -> None:
+    layout, span = dsa_layout(6), ReadSpan([9, 2, 5], 140)
+    plan, me = LayerPlan.balanced(layout, ParallelSizes(cp=world.num_ranks)), RankCoordinates(cp=world.rank)
+    reader = BroadcastReader.open(ShardOwners.of(layout, plan, me), range(world.num_ranks))
+    moved = []
+    for salt in (1, 2):
+        pool = world.pool(layout, salt=salt, reader=reader)
+        pool.begin_forward([span])
+        for component, layer in layout.cells():
+            refill_scratch(pool)
+            check_layer(pool, component, layer, span, salt)
+        pool.end_forward()
+        moved.append(pool.stats)
+        pool.close()
+    assert moved[0] == moved[1], "each pool counts its own"
+    assert reader.nbytes_moved == 2 * moved[0].nbytes_moved
+    assert reader.nbytes_staging >= 3 * PAGE * 656
+
+
 def nothing_live_moves_nothing(world: World) -> None:
     layout = dsa_layout(6)
     pool = world.pool(layout)
@@ -338,6 +358,7 @@ SCENARIOS: dict[str, Callable[[World], None]] = {
         chunk_rows_survive_a_shared_page,
         two_shard_groups_in_one_world,
         a_rank_may_own_nothing,
+        a_reader_serves_one_pool_after_another,
         nothing_live_moves_nothing,
         page_groups_have_pages_of_their_own,
         a_replicated_component_is_never_moved,
