@@ -188,6 +188,12 @@ def with_pages(batch, **pages):
     return PullBatch(batch.worker_id, (replace(move, runs=runs),))
 
 
+def past_guard(batch):
+    (move,) = with_pages(batch, source=[NUM_PAGES - 1]).moves
+    layers = replace(move.layers, page_bytes=move.layers.source_stride + 1)
+    return PullBatch(batch.worker_id, (replace(move, layers=layers),))
+
+
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
@@ -197,12 +203,19 @@ def with_pages(batch, **pages):
         (lambda batch: damaged(batch, "destination_stride", 4000), "is in no registered region"),
         (lambda batch: damaged(batch, "page_bytes", 1 << 20), "is in no registered region"),
         (lambda batch: with_pages(batch, destination=[NUM_PAGES - 1]), "is in no registered region"),
+        (
+            lambda batch: damaged(with_pages(batch, destination=[NUM_PAGES - 2]), "page_bytes", 1),
+            "no registered region",
+        ),
+        (lambda batch: damaged(with_pages(batch, destination=[0]), "destination_base", -1), "no registered region"),
         (lambda batch: with_pages(batch, destination=[-1]), "outside the address space"),
         (lambda batch: with_pages(batch, destination=[1 << 61]), "outside the address space"),
         (lambda batch: damaged(batch, "source_base", 1 << 30), "in no segment of w0"),
         (lambda batch: damaged(batch, "source_base", -(1 << 40)), "in no segment of w0"),
         (lambda batch: damaged(batch, "source_stride", 1 << 20), "in no segment of w0"),
         (lambda batch: with_pages(batch, source=[NUM_PAGES * 2]), "in no segment of w0"),
+        # One guard page lies in the segment behind the last page; here the run ends one byte behind that.
+        (lambda batch: past_guard(batch), "in no segment of w0"),
         (lambda batch: with_pages(batch, source=[-3]), "outside the address space"),
         (lambda batch: with_pages(batch, source=[1 << 61]), "outside the address space"),
         (lambda batch: damaged(batch, "source_stride", 1 << 61), "outside the address space"),

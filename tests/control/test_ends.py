@@ -68,10 +68,21 @@ def test_a_closed_channel_hears_no_more(loop):
 
 def test_what_was_handed_over_before_close_is_run():
     loop, ran = ControlLoop().start(), []
-    for number in range(1000):
+    busy, go_on = Box(), threading.Event()
+
+    def wait():
+        busy(threading.current_thread())
+        assert go_on.wait(TIMEOUT_S)
+
+    loop.call_soon(wait)
+    (io,) = busy.take()
+    for number in range(100):
         loop.call_soon(lambda number=number: ran.append(number))
-    loop.close()
-    assert ran == list(range(1000))
+    loop.close(timeout_s=0.0)
+    assert not loop.is_alive
+    go_on.set()
+    io.join(TIMEOUT_S)
+    assert ran == list(range(100))
 
 
 def test_a_closed_loop_refuses_sockets_and_drops_calls():

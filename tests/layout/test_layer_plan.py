@@ -257,6 +257,15 @@ def test_one_rank_of_each_dp_group_is_elected_whatever_the_order_of_components(n
         assert kind is PlanKind.REPLICATED or able == [elected]
 
 
+def test_the_election_among_components_of_one_last_layer_goes_by_their_names():
+    layout = make_layout(4)
+    split = LayerPlan.balanced(layout, ParallelSizes(cp=2))
+    owned = {place: {**layers, "index_k": (0, 1, 2, 3)} for place, layers in split.owned.items()}
+    mixed = LayerPlan(split.sizes, {"latent": PlanKind.SPLIT, "index_k": PlanKind.REPLICATED}, owned)
+    for order in (layout.components, layout.components[::-1]):
+        assert elect_aux_owner(replace(layout, components=order), mixed, 0) == rank(cp=1)
+
+
 def test_a_rank_that_owns_nothing_is_never_elected():
     layout = make_layout(3)
     plan = LayerPlan.balanced(layout, ParallelSizes(cp=4))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdlink.errors import PlanError
 from pdlink.layout import ParallelSizes
+from pdlink.transfer.descriptors import PageRuns
 from pdlink.transfer.planner import check_batches
 from tests.transfer.values import Pair, ints, make_layout
 
@@ -74,6 +75,13 @@ def test_no_number_of_duplicates_goes_unseen(times):
     refused([*whole()[:3], *[whole()[3]] * times], "'latent' layer 8, destination page 2 has more than one source")
 
 
+@pytest.mark.parametrize("times", [1, 255, 256, 257])
+def test_no_number_of_duplicates_of_some_pages_goes_unseen(times):
+    planner = PAIR.planner
+    again = planner.pull("w3", "kv", planner.rows("w3", "kv")[1:], ints([41, 42]), ints([10, 30]))
+    refused([*whole(), *[again] * times], "'latent' layer 9, destination page 10 has more than one source")
+
+
 @pytest.mark.parametrize("times", [2, 256, 257])
 def test_a_page_that_one_move_writes_again_and_again_is_found(times):
     planner = PAIR.planner
@@ -130,6 +138,10 @@ def test_a_page_past_the_end_of_a_region_is_found():
     runs = whole()[1].moves[0].runs
     far = with_move(whole(), 1, runs=replace(runs, source=runs.source + NUM_PAGES))
     refused(far, "source page 106 is outside the 64 pages of 'latent' layer 3 at w1")
+    last = with_move(whole(), 1, runs=PageRuns(ints([62]), ints([9]), ints([3])))
+    refused(last, "source page 64 is outside the 64 pages of 'latent' layer 3 at w1")
+    last = with_move(whole(), 1, runs=PageRuns(ints([9]), ints([62]), ints([3])))
+    refused(last, "destination page 64 is outside the 64 pages of 'latent' layer 3 at this side")
     short = replace(PAIR, num_pages=30).planner
     with pytest.raises(PlanError, match="outside the 30 pages"):
         check_batches(short, whole(), ASKED)
