@@ -233,8 +233,10 @@ class Sender:
         stranger = self._set is not None and not self._set.agrees(readers)
         if self._state.now.is_final or stranger or (reader and (reader.attempt != attempt or reader.through)):
             return
-        if reader:
-            reader.through = True
+        # It is that reader's request which ends, so that whoever else asks for this id means a later one.
+        self._set = self._set or readers
+        reader = self._readers.setdefault(readers.reader_index, _Reader(attempt, b"", self._clock()))
+        reader.through = True
         self._end(SenderState.ABORTED, cause)
 
     def expire(self, now: float) -> None:

@@ -252,6 +252,15 @@ def test_a_mismatch_fails_the_open_request_or_the_one_that_opens_next_with_both_
     assert len(peer.answers(Ready, 2)) == 1
 
 
+def test_after_a_mismatch_the_id_is_free_for_another_set(at: Desk) -> None:
+    peer = at.peer()
+    at.worker.open("t")
+    peer.ask(1, mismatched(OTHER))
+    assert peer.ask(2, subscribe(SOLO)) == [Subscribed(INCARNATION, 0, False)]
+    at.worker.open("t").publish([4], last=True)
+    assert len(peer.answers(Ready, 2)) == 1
+
+
 def test_a_mismatch_of_another_set_does_not_end_a_claimed_request(at: Desk) -> None:
     peer = at.peer()
     sender = at.worker.open("t")
