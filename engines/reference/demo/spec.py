@@ -65,7 +65,6 @@ class DemoSpec(BaseModel):
 
 def check_spec(spec: DemoSpec) -> DemoSpec:
     """Return `spec`, or raise `InvalidInput` naming the option, its value and what is possible."""
-    layout = spec.layout()
     for option, value in (
         ("--new-tokens", spec.new_tokens),
         ("--page-size", spec.page_size),
@@ -75,6 +74,7 @@ def check_spec(spec: DemoSpec) -> DemoSpec:
     ):
         if value < 1:
             raise InvalidInput(f"{option} {value} must be at least 1")
+    layout = spec.layout()
     if spec.cp > layout.num_layers:
         raise InvalidInput(
             f"--cp {spec.cp} is more than the {layout.num_layers} layers of {spec.model!r}; every rank owns "
