@@ -184,6 +184,10 @@ class Merge:
             self._coverage.land(claim.group, claim.rows, claim.start, claim.stop)
             self._confirm_when_complete(now)
 
+    def on_pull_failing(self, worker_id: str, failure: Failure, now: float) -> None:
+        """A pull has gone wrong and is not quiet yet: the others stop, and its end is still to be waited for."""
+        self.fail(failure.at(self.state, worker_id), now)
+
     def on_verdict(self, worker_id: str, unchanged: bool, cause: Failure | None, now: float) -> None:
         owner = self._hear(worker_id, now)
         if owner is None or self.state in (ReceiverState.SUBSCRIBED, ReceiverState.PULLING):

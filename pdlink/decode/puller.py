@@ -31,11 +31,16 @@ FENCE_RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
-    """A pull to make. `stop` is set when its request is draining; `done` is called once, on the puller's thread."""
+    """A pull to make. `stop` is set when its request is draining.
+
+    On the puller's thread, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
+    it is quiet.
+    """
 
     pull: Pull
     regions: tuple[Region, ...]
     stop: threading.Event
+    failing: Callable[[Failure], None]
     done: Callable[[Failure | None], None]
 
 
@@ -86,7 +91,7 @@ class Puller:
                 failure = self._pull(job)
             except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
                 log.exception("pull from %s failed", self.rank.worker_id)
-                failure = Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}", self.rank.worker_id)
+                failure = self._cause(error)
             try:
                 job.done(failure)
             except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
@@ -103,8 +108,7 @@ class Puller:
         try:
             failure = self._move(job)
         except BackendError as error:
-            reason = FailureReason.PEER_GONE if isinstance(error, PeerGone) else FailureReason.BACKEND
-            return Failure(reason, str(error), self.rank.worker_id)
+            return self._cause(error)
         self.stats.num_pulls += 1
         self.stats.num_bytes += job.pull.batch.nbytes
         self.stats.busy_s += time.monotonic() - started
@@ -117,15 +121,26 @@ class Puller:
             while (status := backend.poll(handle)) is PullStatus.PENDING and not job.stop.is_set():
                 if not backend.capabilities.works_in_poll:
                     time.sleep(IDLE_SLEEP_S)
-        except Exception:  # whatever it is, it promises nothing about what may still land
+        except Exception as error:  # whatever it is, it promises nothing about what may still land
+            job.failing(self._cause(error))
             self._quieten(backend, handle)
             raise
         if status is PullStatus.DONE:
             return None
-        self._quieten(backend, handle)
         if status is PullStatus.FAILED:
-            return Failure(FailureReason.BACKEND, str(handle.error), self.rank.worker_id)
-        return Failure(FailureReason.ABORTED, "stopped by the request", self.rank.worker_id)
+            failure = self._cause(handle.error or BackendError(f"backend {backend.name} gives no reason"))
+            job.failing(failure)
+        else:
+            failure = Failure(FailureReason.ABORTED, "stopped by the request", self.rank.worker_id)
+        self._quieten(backend, handle)
+        return failure
+
+    def _cause(self, error: Exception) -> Failure:
+        if not isinstance(error, BackendError):
+            text = f"{type(error).__name__}: {error}"
+            return Failure(FailureReason.INTERNAL, text, self.rank.worker_id)
+        reason = FailureReason.PEER_GONE if isinstance(error, PeerGone) else FailureReason.BACKEND
+        return Failure(reason, str(error), self.rank.worker_id)
 
     def _submit(self, backend: Backend, batch: PullBatch) -> PullHandle:
         """Post a pull. A link that another puller of this process has taken down is made again, once."""
@@ -143,18 +158,15 @@ class Puller:
     def _quieten(self, backend: Backend, handle: PullHandle) -> None:
         """Return only when nothing of the pull can land any more: settle, else fence the peer."""
         give_up = time.monotonic() + self._settle_timeout_s
-        while self._settled(backend, handle) is Settled.NOT_QUIET:
-            if time.monotonic() >= give_up:
-                self._fence(backend)
-                return
-            time.sleep(SETTLE_SLEEP_S)
-
-    def _settled(self, backend: Backend, handle: PullHandle) -> Settled:
         try:
-            return backend.settle(handle)
-        except Exception:  # an answer that did not come is not a quiet one
+            while backend.settle(handle) is Settled.NOT_QUIET:
+                if time.monotonic() >= give_up:
+                    self._fence(backend)
+                    return
+                time.sleep(SETTLE_SLEEP_S)
+        except Exception:  # an answer that does not come is not a quiet one
             log.exception("backend %s cannot settle a pull from %s", backend.name, self.rank.worker_id)
-            return Settled.NOT_QUIET
+            self._fence(backend)
 
     def _fence(self, backend: Backend) -> None:
         """Break the link. Where even that fails, the pages stay in use until it does not."""

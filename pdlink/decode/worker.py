@@ -246,6 +246,11 @@ class DecodeWorker:
             live.on_pulled(pull.worker_id, pull.ticket, failure, self._loop.clock())
             self._act(live)
 
+    def _on_pull_failing(self, live: Live, pull: Pull, failure: Failure) -> None:
+        with self._lock:
+            live.merge.on_pull_failing(pull.worker_id, failure, self._loop.clock())
+            self._act(live)
+
     def _on_replaced(self, instance: PrefillInstance, incarnations: Mapping[str, int]) -> None:
         """These processes carry the ranks of an instance now: requests that still need older ones cannot succeed."""
         with self._lock:
@@ -301,7 +306,15 @@ class DecodeWorker:
         if pull.digests is not None:
             cells = live.link.plan(live.merge.request.dp, self.layout, self._regions).planner.groups[pull.group].cells
             regions = tuple(self._region_of[cells[row]] for row in pull.rows.tolist())
-        link.puller.submit(PullJob(pull, regions, live.stop, lambda failure: self._on_pulled(live, pull, failure)))
+        link.puller.submit(
+            PullJob(
+                pull,
+                regions,
+                live.stop,
+                lambda failure: self._on_pull_failing(live, pull, failure),
+                lambda failure: self._on_pulled(live, pull, failure),
+            )
+        )
 
     def _subscribe(self, live: Live, incarnation: int, next_sequence: int) -> Subscribe:
         return Subscribe(

@@ -82,6 +82,7 @@ class Site:
         name: str = "pre",
         kind: PlanKind = PlanKind.SPLIT,
         num_pages: int = 16,
+        register: bool = True,
         **settings: object,
     ) -> list[Owner]:
         sizes = ParallelSizes(cp=cp)
@@ -91,8 +92,8 @@ class Site:
             pool = self.pool(layout, plan.owned[rank], num_pages)
             node = self.node(**settings)
             info = PrefillRank(name, layout, sizes, rank, plan.kinds, plan.owned[rank], pool.regions)
-            owners.append(Owner(node, node.prefill(info, [self.bootstrap.address]), pool))
-        for owner in owners:
+            owners.append(Owner(node, node.prefill(info, [self.bootstrap.address] if register else []), pool))
+        for owner in owners if register else ():
             owner.worker.wait_registered(DEADLINE_S)
         return owners
 
