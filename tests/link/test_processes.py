@@ -1,0 +1,95 @@
+"""Prefill ranks as processes of their own, which can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdlink.decode.receiver import Receiver
+from pdlink.errors import TransferFailed
+from pdlink.transfer.states import ReceiverState
+from tests.link.rig import DEADLINE_S, PAGE_SIZE, Decode, Site, assert_whole, make_layout, wait_until
+
+NUM_LAYERS, CP = 5, 3
+TARGET = {"kv": [8, 2, 5]}
+ROOT = Path(__file__).parents[2]
+
+
+class Rank:
+    def __init__(self, stack: contextlib.ExitStack, site: Site, rank: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.link.rank_process"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        stack.callback(self.close)
+        self._write({"num_layers": NUM_LAYERS, "cp": CP, "rank": rank, "port": site.bootstrap.address.port})
+
+    def read(self) -> Any:
+        assert self.process.stdout
+        return json.loads(self.process.stdout.readline())
+
+    def tell(self, **command: object) -> str:
+        self._write(command)
+        return self.read()["state"]
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+        self.process.wait(DEADLINE_S)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+
+
+def start(site: Site, ranks: list[Rank], decode: Decode, name: str) -> Receiver:
+    receiver = decode.worker.receive(name, site.instance, TARGET, 3 * PAGE_SIZE)
+    for number, rank in enumerate(ranks):
+        rank.tell(do="open", id=name, pages=[number, 9, 4])
+        rank.tell(do="publish", id=name, pages=[number], last=False)
+    return receiver
+
+
+def finish(ranks: list[Rank], receiver: Receiver, decode: Decode, name: str) -> None:
+    for rank in ranks:
+        rank.tell(do="publish", id=name, pages=[9, 4], last=True)
+    receiver.wait(DEADLINE_S)
+    assert_whole(decode, name, TARGET)
+    for rank in ranks:
+        wait_until(lambda rank=rank: rank.tell(do="poll", id=name) == "released")
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_fails_its_request_by_name_and_its_successor_serves_the_next(
+    site: Site, stack: contextlib.ExitStack
+) -> None:
+    ranks = [Rank(stack, site, number) for number in range(CP)]
+    assert [rank.read() for rank in ranks] == [{"ready": True}] * CP
+    decode = site.decode(make_layout(NUM_LAYERS), liveness_timeout_s=1.0, keepalive_interval_s=0.2)
+    finish(ranks, start(site, ranks, decode, "first"), decode, "first")
+
+    receiver = start(site, ranks, decode, "second")
+    wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
+    ranks[1].process.kill()
+    for rank in (ranks[0], ranks[2]):
+        rank.tell(do="publish", id="second", pages=[9, 4], last=True)
+    with pytest.raises(TransferFailed, match=r"cp1"):
+        receiver.wait(DEADLINE_S)
+    for rank in (ranks[0], ranks[2]):
+        wait_until(lambda rank=rank: rank.tell(do="poll", id="second") == "aborted")
+
+    ranks[1] = Rank(stack, site, 1)
+    assert ranks[1].read() == {"ready": True}
+    finish(ranks, start(site, ranks, decode, "third"), decode, "third")
