@@ -141,17 +141,17 @@ class BootstrapServer:
 def _bind(server: grpc.aio.Server, address: Address) -> int:
     try:
         port = server.add_insecure_port(str(address))
-    except RuntimeError as error:
-        raise _cannot_bind(address, str(error)) from error
+    except RuntimeError as error:  # its text is about gRPC's own debugging
+        raise _cannot_bind(address) from error
     if port == 0:
-        raise _cannot_bind(address, "the port was refused")
+        raise _cannot_bind(address)
     return port
 
 
-def _cannot_bind(address: Address, why: str) -> InvalidInput:
+def _cannot_bind(address: Address) -> InvalidInput:
     return InvalidInput(
-        f"bootstrap cannot listen at {address}: {why}; is the port in use, or the host not this machine's? Give "
-        "another address"
+        f"bootstrap cannot listen at {address}: the port is in use, or the host is not this machine's; give another "
+        "address"
     )
 
 

@@ -243,7 +243,7 @@ def _show(
     rows = []
     for number, rank in enumerate(shown):
         held = [rank.owned.get(name, ()) for name in (names[:1] if same else names)]
-        cells = [compact_ids(ids) if ids else "none" for ids in held]
+        cells = [compact_ids(ids) for ids in held]
         rows.append([_name(rank, layer_plan), *cells, *sizes[3 * number : 3 * number + 3]])
     print_table(out, ["rank", *columns, "KV", "unsplit", "scratch"], rows, left=1 + len(columns))
     if layer_plan.sizes.tp > 1:

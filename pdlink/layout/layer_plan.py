@@ -180,7 +180,9 @@ def _stages(num_layers: int, pp: int, starts: Sequence[int] | None) -> tuple[ran
 
 
 def compact_ids(layers: Sequence[int]) -> str:
-    """[0, 1, 2, 7] -> "0-2, 7"."""
+    """[0, 1, 2, 7] -> "0-2, 7", and "none" for no layers."""
+    if not layers:
+        return "none"
     text, start = [], None
     for here, after in zip(layers, [*layers[1:], None], strict=True):
         start = here if start is None else start
