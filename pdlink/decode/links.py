@@ -210,4 +210,6 @@ class LinkTable:
 
     def _connect(self, rank: RankInfo) -> RankLink:
         channel = self._loop.connect(rank.control_endpoint, lambda frame: self._on_frame(rank.worker_id, frame))
-        return RankLink(rank, channel, Puller(rank, self._backends, self._settings.drain_timeout_s))
+        return RankLink(
+            rank, channel, Puller(rank, self._backends, self._settings.drain_timeout_s, self._loop.call_soon)
+        )

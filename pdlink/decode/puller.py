@@ -1,6 +1,9 @@
 """Owns the thread that pulls from one prefill rank, because a backend's calls may block. It decides nothing.
 
 A pull is reported once, when it is quiet: with what went wrong, or None. Until then its destination pages are in use.
+
+Small pulls over a backend that works in `poll` do not take the thread: a copy of some microseconds costs less than the
+two thread switches around it, of which a request from many ranks would pay many. They run on the control loop.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
 
 from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.registry import Choice, choose
@@ -27,13 +32,17 @@ log = logging.getLogger("pdlink.decode")
 IDLE_SLEEP_S = 50e-6
 SETTLE_SLEEP_S = 1e-3
 FENCE_RETRY_S = 1.0
+INLINE_BYTES = 256 << 10
+"""Up to here a pull may run on the control loop; copying it takes less than 0.1 ms."""
+
+CallSoon: TypeAlias = Callable[[Callable[[], None]], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
     """A pull to make. `stop` is set when its request is draining.
 
-    On the puller's thread, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
+    On the thread that pulls, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
     it is quiet.
     """
 
@@ -56,13 +65,24 @@ class PullStats:
 
 
 class Puller:
-    """One thread, one prefill rank. It connects on the first job; `close` twice is fine."""
+    """One thread, one prefill rank. It connects on the first job; `close` twice is fine.
 
-    def __init__(self, rank: RankInfo, backends: Mapping[str, Backend], settle_timeout_s: float) -> None:
+    `call_soon` runs a call on the control loop's thread.
+    """
+
+    def __init__(
+        self, rank: RankInfo, backends: Mapping[str, Backend], settle_timeout_s: float, call_soon: CallSoon
+    ) -> None:
         self.rank = rank
         self.stats = PullStats()
         self._backends = backends
         self._settle_timeout_s = settle_timeout_s
+        self._call_soon = call_soon
+        self._turn = threading.Lock()
+        """Held by the thread that uses the backend: one at a time for a peer."""
+        self._idle = threading.Condition()
+        self._num_inline = 0
+        self._ended = False
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._choice: Choice | None = None
         self._thread = threading.Thread(target=self._run, name=f"pdlink-pull-{rank.worker_id}", daemon=True)
@@ -73,31 +93,86 @@ class Puller:
         return self._thread.is_alive()
 
     def submit(self, job: PullJob) -> None:
-        self._jobs.put(job)
+        if self._is_small(job):
+            with self._idle:
+                self._num_inline += 1
+            self._call_soon(partial(self._run_inline, job))
+        elif not self._enqueue(job):
+            self._report(job, Failure(FailureReason.ABORTED, "the link is closed", self.rank.worker_id))
 
     def stop(self) -> None:
         """End after the jobs that are queued; returns at once. Callers stop their requests first."""
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end after `stop`; whether it has come."""
+        """Wait for the end after `stop`, that of pulls on the control loop included; whether it has come."""
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        with self._idle:
+            quiet = self._idle.wait_for(lambda: self._num_inline == 0, timeout_s)
+        return quiet and not self._thread.is_alive()
+
+    def _enqueue(self, job: PullJob) -> bool:
+        """Leave a job to the thread; False when that has ended."""
+        with self._idle:
+            if not self._ended:
+                self._jobs.put(job)
+            return not self._ended
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                failure = self._pull(job)
-            except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
-                log.exception("pull from %s failed", self.rank.worker_id)
-                failure = self._cause(error)
-            try:
-                job.done(failure)
-            except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
-                log.exception("the end of a pull from %s could not be reported", self.rank.worker_id)
-        if self._choice:
-            self._choice.backend.disconnect(self._peer(self._choice.backend))
+            self._run_job(job)
+        with self._idle:
+            self._ended = True
+        while not self._jobs.empty():  # what came from the control loop while this thread was told to end
+            if job := self._jobs.get():
+                self._run_job(job)
+        with self._turn:
+            if self._choice:
+                self._choice.backend.disconnect(self._peer(self._choice.backend))
+
+    def _run_job(self, job: PullJob) -> None:
+        with self._turn:
+            failure = self._outcome(job)
+        self._report(job, failure)
+
+    def _is_small(self, job: PullJob) -> bool:
+        choice = self._choice
+        return (
+            choice is not None
+            and choice.backend.capabilities.works_in_poll
+            and job.pull.digests is None
+            and job.pull.batch.nbytes <= INLINE_BYTES
+        )
+
+    def _run_inline(self, job: PullJob) -> None:
+        """On the control loop: pull now, unless the thread is at work for this peer; then it waits its turn there."""
+        try:
+            if self._turn.acquire(blocking=False):
+                try:
+                    failure = self._outcome(job)
+                finally:
+                    self._turn.release()
+                self._report(job, failure)
+            elif not self._enqueue(job):
+                self._run_job(job)
+        finally:
+            with self._idle:
+                self._num_inline -= 1
+                self._idle.notify_all()
+
+    def _outcome(self, job: PullJob) -> Failure | None:
+        try:
+            return self._pull(job)
+        except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
+            log.exception("pull from %s failed", self.rank.worker_id)
+            return self._cause(error)
+
+    def _report(self, job: PullJob, failure: Failure | None) -> None:
+        try:
+            job.done(failure)
+        except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
+            log.exception("the end of a pull from %s could not be reported", self.rank.worker_id)
 
     def _pull(self, job: PullJob) -> Failure | None:
         if job.stop.is_set():

@@ -44,7 +44,7 @@ from pdlink.transfer.failure import Failure, FailureReason
 log = logging.getLogger("pdlink.decode")
 
 TICK_S = 0.05
-RESOLVE_THREADS = 4
+RESOLVE_THREADS = 16
 RESOLVE_ATTEMPTS = 3
 
 

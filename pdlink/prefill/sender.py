@@ -10,47 +10,25 @@ verdict and never reports those bytes as a success.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from threading import RLock
+from threading import Lock, RLock
 from typing import TypeAlias
 
 import numpy as np
 
 from pdlink.control.frames import Abort, AbortAck, Body, Failed, Refused, Release, Subscribe, Subscribed, Verdict
-from pdlink.errors import InvalidInput, StateError, TransferFailed
-from pdlink.layout.components import CacheLayout
-from pdlink.layout.layer_plan import OwnedLayers
+from pdlink.errors import StateError, TransferFailed
 from pdlink.layout.readers import ReaderSet
-from pdlink.layout.regions import Region
+from pdlink.prefill.chunk import Chunk, RankFacts, build_chunk
 from pdlink.prefill.publication import Publication, PublishedPages
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests, cells_in_order, page_digests
+from pdlink.transfer.digests import Digests
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SENDER_MOVES, SenderState, StateCell
 
-MAX_PAGES_PER_FRAME = 1 << 16
-MAX_PAGE_POSITION = 1 << 31
-MAX_DIGESTS_PER_FRAME = 1 << 18
 Send: TypeAlias = Callable[[bytes, int, Body], None]
 """(route, attempt, body): hand a frame about this request to the I/O thread."""
-
-
-@dataclass(frozen=True)
-class RankFacts:
-    """What a sender needs to know of its rank; the same value for every request of a worker."""
-
-    worker_id: str
-    incarnation: int
-    layout: CacheLayout
-    owned: OwnedLayers
-    regions: Mapping[tuple[str, int], Region]
-    is_aux_owner: bool
-    max_aux_bytes: int
-    lease_s: float
-    verify_digests: bool
-    generations: itertools.count[int]
 
 
 @dataclass(slots=True)
@@ -80,6 +58,8 @@ class Sender:
         self._send = send
         self._clock = clock
         self._lock = lock or RLock()
+        self._publishing = Lock()
+        """Held by one `publish` at a time, and taken before `_lock`."""
         self._state = StateCell(SenderState.OPEN, SENDER_MOVES)
         self._publications: list[Publication] = []
         self._published = PublishedPages()
@@ -119,30 +99,28 @@ class Sender:
         Raises `InvalidInput` for pages or layers that this rank does not have, `StateError` for a page published twice
         or a publish after the last.
         """
-        with self._lock:
-            if self._state.now.is_final:
-                return
-            if self._state.now is SenderState.PUBLISHED:
-                raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
-            pages = np.asarray(page_ids, dtype=np.int64).reshape(-1)
-            chosen = self._layers(group, layers)
-            start = self._next_page.get(group, 0) if start_page is None else start_page
-            self._check(group, pages, start, chosen, aux, last)
-            self._published.add(chosen, start, start + len(pages))
-            self._next_page[group] = max(self._next_page.get(group, 0), start + len(pages))
-            self._append(group, pages, start, chosen, last, aux)
-            if self._state.now is SenderState.OPEN or last:
-                self._state.advance(SenderState.PUBLISHED if last else SenderState.PUBLISHING)
-            self._active = self._clock()
-            self._announce()
-            self._finish_when_through()
+        with self._publishing:
+            with self._lock:
+                if self._state.now.is_final:
+                    return
+                if self._state.now is SenderState.PUBLISHED:
+                    raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
+                start = self._next_page.get(group, 0) if start_page is None else start_page
+                chunk = build_chunk(self._rank, self.transfer_id, group, page_ids, start, layers, last, aux)
+                self._published.add(chunk.layers, chunk.start_page, chunk.stop_page)
+                self._next_page[group] = max(self._next_page.get(group, 0), chunk.stop_page)
+            # Without the lock, because hashing takes long and the I/O thread would wait for it.
+            digests = chunk.digests(self._rank)
+            with self._lock:
+                if not self._state.now.is_final:
+                    self._add(chunk, digests)
 
     def withdraw(self, page_ids: Iterable[int], *, group: str = "kv") -> None:
         """Take published pages back. When this returns they may be reused: no reader can succeed with them any more.
 
         A request that loses pages before every reader is through is ABORTED, and its readers are told.
         """
-        with self._lock:
+        with self._publishing, self._lock:
             wanted = np.fromiter(page_ids, dtype=np.int64)
             hit = [one for one in self._publications if one.group == group and np.isin(one.page_ids, wanted).any()]
             for one in hit:
@@ -247,83 +225,13 @@ class Sender:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _layers(self, group: str, layers: Mapping[str, Iterable[int]] | None) -> dict[str, tuple[int, ...]]:
-        members = self._rank.layout.page_group(group).components
-        mine = {name: self._rank.owned.get(name, ()) for name in members}
-        if layers is None:
-            return {name: ids for name, ids in mine.items() if ids}
-        chosen = {name: tuple(sorted(ids)) for name, ids in layers.items()}
-        for name, ids in chosen.items():
-            strange = sorted(set(ids) - set(mine.get(name, ())))
-            if strange:
-                raise InvalidInput(
-                    f"{self._rank.worker_id} cannot publish {name!r} layers {strange} in page group {group!r}; it owns "
-                    f"{list(mine.get(name, ()))}"
-                )
-        return {name: ids for name, ids in chosen.items() if ids}
-
-    def _check(
-        self,
-        group: str,
-        pages: Int64Array,
-        start: int,
-        layers: Mapping[str, tuple[int, ...]],
-        aux: bytes | None,
-        last: bool,
-    ) -> None:
-        if aux is not None and not last:
-            raise InvalidInput(f"transfer {self.transfer_id!r}: aux goes with the last publish")
-        if aux is not None and len(aux) > self._rank.max_aux_bytes:
-            raise InvalidInput(f"aux of {len(aux)} bytes is over the limit of {self._rank.max_aux_bytes}")
-        if not 0 <= start <= MAX_PAGE_POSITION - len(pages):
-            raise InvalidInput(
-                f"transfer {self.transfer_id!r} publishes page positions [{start}, {start + len(pages)}) of group "
-                f"{group!r}; they begin at 0 and end below {MAX_PAGE_POSITION}"
-            )
-        low, high = (int(pages.min()), int(pages.max())) if len(pages) else (0, -1)
-        limits = [(self._rank.regions[name, layer].num_pages, name, layer) for name in layers for layer in layers[name]]
-        limit, name, layer = min(limits, default=(MAX_PAGE_POSITION, "", 0))
-        if low < 0 or high >= limit:
-            raise InvalidInput(
-                f"transfer {self.transfer_id!r} publishes pages {low}..{high} of a pool of {limit} pages ({name!r} "
-                f"layer {layer})"
-            )
-
-    def _append(
-        self,
-        group: str,
-        pages: Int64Array,
-        start: int,
-        layers: Mapping[str, tuple[int, ...]],
-        last: bool,
-        aux: bytes | None,
-    ) -> None:
-        aux = aux if self._rank.is_aux_owner else None
-        step = MAX_PAGES_PER_FRAME
-        if self._rank.verify_digests:
-            step = max(1, min(step, MAX_DIGESTS_PER_FRAME // max(1, sum(map(len, layers.values())))))
-        cuts = range(0, max(1, len(pages)), step)
-        for cut in cuts:
-            ids = pages[cut : cut + step].copy()
-            ends = last and cut == cuts[-1]
-            self._publications.append(
-                Publication(
-                    len(self._publications),
-                    group,
-                    start + cut,
-                    ids,
-                    layers if len(ids) else {},
-                    next(self._rank.generations),
-                    ends,
-                    aux if ends else None,
-                    self._digests(layers, ids),
-                )
-            )
-
-    def _digests(self, layers: Mapping[str, tuple[int, ...]], pages: Int64Array) -> Digests | None:
-        if not self._rank.verify_digests or not len(pages) or not layers:
-            return None
-        return page_digests([self._rank.regions[cell] for cell in cells_in_order(layers)], pages)
+    def _add(self, chunk: Chunk, digests: Digests | None) -> None:
+        self._publications += chunk.publications(self._rank, len(self._publications), digests)
+        if self._state.now is SenderState.OPEN or chunk.last:
+            self._state.advance(SenderState.PUBLISHED if chunk.last else SenderState.PUBLISHING)
+        self._active = self._clock()
+        self._announce()
+        self._finish_when_through()
 
     def _announce(self) -> None:
         for reader in self._readers.values():

@@ -42,9 +42,10 @@ from pdlink.layout.fingerprint import Fingerprint, fingerprint
 from pdlink.layout.layer_plan import OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import Region, check_region
+from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.early import Early
 from pdlink.prefill.leases import AnswerBook, ExpiringBook
-from pdlink.prefill.sender import RankFacts, Send, Sender
+from pdlink.prefill.sender import Send, Sender
 from pdlink.transfer.failure import Failure, FailureReason
 
 log = logging.getLogger("pdlink.prefill")

@@ -13,7 +13,8 @@ from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
-from pdlink.prefill.sender import RankFacts, Sender
+from pdlink.prefill.chunk import RankFacts
+from pdlink.prefill.sender import Sender
 
 BodyT = TypeVar("BodyT")
 PAGE_SIZE = 64

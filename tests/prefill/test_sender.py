@@ -112,6 +112,24 @@ def test_a_layer_of_another_rank_is_refused_by_name(rig: Rig) -> None:
         rig.sender.publish([1], layers={"latent": [1, 2]})
 
 
+def test_a_layer_named_twice_is_published_once(rig: Rig) -> None:
+    rig.subscribe(1)
+    rig.sender.publish([1], layers={"latent": [1, 0, 1]})
+    assert [dict(one.layers) for one in rig.take(Ready)] == [{"latent": (0, 1)}]
+
+
+def test_many_pages_are_cut_into_frames_that_end_once(rig: Rig) -> None:
+    many = list(range(NUM_PAGES)) * 9000
+    rig.subscribe(1)
+    rig.sender.publish(many, last=True, aux=b"tok")
+    frames = rig.take(Ready)
+    assert len(frames) == 3
+    assert [one.sequence for one in frames] == [0, 1, 2]
+    assert [one.start_page for one in frames] == [0, 65536, 131072]
+    assert [page for one in frames for page in one.page_ids.tolist()] == many
+    assert [(one.last, one.aux) for one in frames] == [(False, None), (False, None), (True, b"tok")]
+
+
 def test_a_page_is_published_once(rig: Rig) -> None:
     rig.sender.publish([1, 2], layers={"latent": [0]}, start_page=0)
     rig.sender.publish([1, 2], layers={"latent": [1]}, start_page=0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 
+import numpy as np
 import pytest
 
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange
@@ -26,6 +28,10 @@ from pdlink.errors import DuplicateTransfer, InvalidInput, StateError
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.readers import ReaderSet
+from pdlink.layout.regions import Region
+from pdlink.prefill import chunk
+from pdlink.transfer.descriptors import Int64Array
+from pdlink.transfer.digests import Digests
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
 from tests.prefill.peer import Desk, desk
@@ -351,6 +357,37 @@ def test_closing_tells_the_readers_and_opens_nothing_more(at: Desk) -> None:
     assert "is closing" in frame.body.cause.text
     with pytest.raises(StateError, match="closed"):
         at.worker.open("u")
+
+
+def test_hashing_keeps_no_frame_waiting_and_pages_withdrawn_meanwhile_are_never_vouched_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashing, go_on = threading.Event(), threading.Event()
+
+    def slow(regions: Sequence[Region], pages: Int64Array) -> Digests:
+        hashing.set()
+        assert go_on.wait(10)
+        return np.zeros((len(regions), len(pages)), dtype=np.uint64)
+
+    monkeypatch.setattr(chunk, "page_digests", slow)
+    with desk(load_settings({}, verify_digests=True)) as at:
+        peer = at.peer()
+        sender = at.worker.open("t")
+        peer.ask(1, subscribe(SOLO))
+        publishing = threading.Thread(target=sender.publish, args=([3, 4],))
+        publishing.start()
+        assert hashing.wait(10)
+        assert peer.answers(Ready) == []
+        withdrawing = threading.Thread(target=sender.withdraw, args=([4],))
+        withdrawing.start()
+        go_on.set()
+        for thread in (publishing, withdrawing):
+            thread.join(10)
+        # Published first and taken back at once, or never seen at all: in no order a yes.
+        assert sender.poll() is SenderState.ABORTED
+        frames = peer.answers(Ready)
+        verdicts = [one for one in peer.ask(1, Release(SOLO, pulled(frames))) if isinstance(one, Verdict)]
+        assert [one.unchanged for one in verdicts] == [False]
 
 
 def test_pages_that_nobody_wants_expire_by_themselves() -> None:
