@@ -74,9 +74,11 @@ class BootstrapClient:
     def wait_ready(self, instance: str, fingerprint: Fingerprint, timeout_s: float) -> PrefillServerInfo:
         """Resolve again until the instance is ready. Raises what `resolve` said last, at the latest after `timeout_s`.
 
-        An incompatible instance is refused at once.
+        Why the instance is not ready is not forgotten for an attempt that ran out of time. An incompatible instance is
+        refused at once.
         """
         give_up = time.monotonic() + timeout_s
+        said: NotReady | DeadlineExceeded | BootstrapUnreachable | None = None
         while True:
             left = give_up - time.monotonic()
             try:
@@ -84,8 +86,10 @@ class BootstrapClient:
             except IncompatibleError:
                 raise
             except (NotReady, DeadlineExceeded, BootstrapUnreachable) as error:
+                if not (isinstance(said, NotReady) and isinstance(error, DeadlineExceeded)):
+                    said = error  # an attempt that the end cut short knows less than the one before
                 if give_up - time.monotonic() <= POLL_INTERVAL_S:
-                    raise type(error)(f"{error} (waited {timeout_s:g} s)") from error
+                    raise type(said)(f"{said} (waited {timeout_s:g} s)") from error
             time.sleep(POLL_INTERVAL_S)
 
     def watch(self, instance: str, fingerprint: Fingerprint, on_answer: OnAnswer) -> Watch:

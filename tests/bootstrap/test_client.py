@@ -169,6 +169,18 @@ def test_waiting_ends_when_the_last_rank_has_come(serve, client):
         assert len(waiting.result(WAIT_S).ranks) == 2
 
 
+def test_waiting_ends_with_the_reason_though_the_last_attempt_was_cut_short(client, monkeypatch):
+    answers = iter([NotReady("rank cp1 has not registered")])
+    asking = client(Address("127.0.0.1", 9))
+
+    def resolve(*_):
+        raise next(answers, DeadlineExceeded("did not answer within 0.016 s"))
+
+    monkeypatch.setattr(asking, "resolve", resolve)
+    with pytest.raises(NotReady, match=r"cp1 has not registered \(waited 0\.25 s\)"):
+        asking.wait_ready(NAME, PRINT, 0.25)
+
+
 def test_waiting_ends_with_what_was_said_last(serve, client):
     server = serve()
     with pytest.raises(UnknownInstance, match=r"waited 0\.3 s"):
