@@ -7,8 +7,9 @@ wrong layer or of another request is told from the right one by its first word.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,17 +21,25 @@ from pdlink.layout.regions import Region
 
 SENTINEL = 0xEE
 GUARD_PAGES = 1
+PATTERN_BYTES = 1 << 20
+"""Patterns are made this many bytes at a time, so that they stay in a cache."""
 Bytes = npt.NDArray[np.uint8]
 
 
 def page_pattern(transfer_id: str, component: str, layer: int, position: int, nbytes: int) -> Bytes:
     """uint8 [nbytes]: what the page at `position` of a request holds."""
+    page: Bytes = page_patterns(transfer_id, component, layer, [position], nbytes)[0]
+    return page
+
+
+def page_patterns(transfer_id: str, component: str, layer: int, positions: Sequence[int], nbytes: int) -> Bytes:
+    """uint8 [len(positions), nbytes]: what the pages at `positions` of a request hold."""
     seed = np.uint64(zlib.crc32(f"{transfer_id}/{component}".encode()))
-    key = (seed << np.uint64(32)) ^ np.uint64(layer << 24) ^ np.uint64(position)
+    keys = (seed << np.uint64(32)) ^ np.uint64(layer << 24) ^ np.asarray(positions, dtype=np.uint64)
     words = np.arange(-(-nbytes // 8), dtype=np.uint64)
     with np.errstate(over="ignore"):
-        mixed = _mix(words * np.uint64(0x9E3779B97F4A7C15) + _mix(key))
-    return mixed.view(np.uint8)[:nbytes]
+        mixed = _mix(words * np.uint64(0x9E3779B97F4A7C15) + _mix(keys)[:, None])
+    return mixed.view(np.uint8)[:, :nbytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +55,40 @@ class WrongPage:
         return f"{self.component!r} layer {self.layer}, page {self.page}, from byte {self.offset}"
 
 
-class PatternPool:
-    """Regions in shared memory for the owned cells of a layout, all sentinel bytes, with guard pages on either side."""
+class Block(Protocol):
+    """Memory of a pool: `array` is uint8, writable, and begins at `address`."""
 
-    def __init__(self, layout: CacheLayout, owned: OwnedLayers, num_pages: int, *, page_gap: int = 0) -> None:
+    address: int
+
+    @property
+    def array(self) -> Bytes: ...
+
+    def close(self) -> None: ...
+
+
+class PatternPool:
+    """Regions for the owned cells of a layout, all sentinel bytes, with guard pages on either side.
+
+    They lie in shared memory unless `allocate` (bytes -> `Block`) takes them from elsewhere. A `sparse` one has no
+    guards, and its gaps are neither written nor looked at.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        owned: OwnedLayers,
+        num_pages: int,
+        *,
+        page_gap: int = 0,
+        allocate: Callable[[int], Block] = Segment.create,
+        sparse: bool = False,
+    ) -> None:
         self.layout = layout
         self.num_pages = num_pages
-        self._segments: list[Segment] = []
+        self._allocate = allocate
+        self._sparse = sparse
+        self._guards = 0 if sparse else GUARD_PAGES
+        self._segments: list[Block] = []
         self._views: dict[tuple[str, int], Bytes] = {}
         self.regions: tuple[Region, ...] = ()
         for name, layers in owned.items():
@@ -63,15 +99,23 @@ class PatternPool:
     def view(self, component: str, layer: int) -> Bytes:
         """uint8 [num_pages, page_bytes], writable, without guards and gaps."""
         nbytes = self.layout.component(component).page_bytes
-        return self._views[component, layer][GUARD_PAGES : GUARD_PAGES + self.num_pages, :nbytes]
+        return self._views[component, layer][self._guards : self._guards + self.num_pages, :nbytes]
 
     def fill(
         self, transfer_id: str, pages: Mapping[str, Sequence[int]], start: Mapping[str, int] | None = None
     ) -> None:
         """Write the pattern of a request into its pages (page group -> page ids), in every owned cell."""
-        for component, layer, position, page in self._cells(pages, start):
-            nbytes = self.layout.component(component).page_bytes
-            self.view(component, layer)[page] = page_pattern(transfer_id, component, layer, position, nbytes)
+        for component, layer in self._views:
+            group = self.layout.component(component).page_group
+            nbytes, ids = self.layout.component(component).page_bytes, pages.get(group, ())
+            at_once = max(1, PATTERN_BYTES // nbytes)
+            for first in range(0, len(ids), at_once):
+                some = ids[first : first + at_once]
+                begin = (start or {}).get(group, 0) + first
+                positions = range(begin, begin + len(some))
+                self.view(component, layer)[list(some)] = page_patterns(
+                    transfer_id, component, layer, positions, nbytes
+                )
 
     def find_wrong(
         self, transfer_id: str, pages: Mapping[str, Sequence[int]], start: Mapping[str, int] | None = None
@@ -89,12 +133,12 @@ class PatternPool:
         for (component, layer), view in self._views.items():
             group = self.layout.component(component).page_group
             nbytes = self.layout.component(component).page_bytes
-            touched = view != SENTINEL
-            for page in (used or {}).get(group, ()):
-                touched[GUARD_PAGES + page, :nbytes] = False
+            touched = (view[:, :nbytes] if self._sparse else view) != SENTINEL
+            pages = np.fromiter((used or {}).get(group, ()), dtype=np.int64)
+            touched[self._guards + pages, :nbytes] = False
             if touched.any():
                 page, offset = (int(one) for one in np.argwhere(touched)[0])
-                return WrongPage(component, layer, page - GUARD_PAGES, offset)
+                return WrongPage(component, layer, page - self._guards, offset)
         return None
 
     def close(self) -> None:
@@ -103,13 +147,14 @@ class PatternPool:
             segment.close()
 
     def _add(self, name: str, layer: int, page_bytes: int, stride: int) -> None:
-        rows = self.num_pages + 2 * GUARD_PAGES
-        segment = Segment.create(rows * stride)
+        rows = self.num_pages + 2 * self._guards
+        segment = self._allocate(rows * stride - (stride - page_bytes if self._sparse else 0))
         self._segments.append(segment)
-        view = segment.array.reshape(rows, stride)
+        shape = (rows, page_bytes if self._sparse else stride)
+        view = np.lib.stride_tricks.as_strided(segment.array, shape, (stride, 1))
         view[:] = SENTINEL
         self._views[name, layer] = view
-        base = segment.address + GUARD_PAGES * stride
+        base = segment.address + self._guards * stride
         self.regions += (Region(name, layer, base, stride, page_bytes, self.num_pages),)
 
     def _cells(

@@ -1,0 +1,24 @@
+"""Every backend passes one set of scenarios, against the real library."""
+
+import pytest
+
+from pdlink.testing.conformance import MemorySource, Runner, Setup, scenario_names
+
+SETUPS = {
+    "ipc": Setup("ipc", memory=MemorySource.SHARED, idle_s=0.1, watch_s=0.3),
+}
+
+
+@pytest.fixture(scope="module", params=SETUPS)
+def runner(request):
+    made = Runner(SETUPS[request.param])
+    yield made
+    assert made.close() == 0, f"a process that used {made.setup.title} does not end well"
+
+
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_conformance(runner, scenario):
+    result = runner.run(scenario)
+    if result.outcome == "skipped":
+        pytest.skip(result.detail)
+    assert result.outcome == "passed", result.detail
