@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -65,5 +65,5 @@ class Owner:
         self.process.ask(ANSWER_TIMEOUT_S, do="deregister")
 
 
-def _regions(rows: Sequence[Sequence[Any]]) -> tuple[Region, ...]:
-    return tuple(Region(*row[:6], memory=MemoryKind(row[6]), device=row[7]) for row in rows)
+def _regions(rows: Sequence[Mapping[str, Any]]) -> tuple[Region, ...]:
+    return tuple(Region(**{**row, "memory": MemoryKind(row["memory"])}) for row in rows)

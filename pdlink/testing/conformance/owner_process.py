@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import sys
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import Any
 
 from pdlink.backends.base import Backend
@@ -34,7 +34,7 @@ class _Rank:
     def facts(self) -> dict[str, Any]:
         endpoint = base64.b64encode(self.backend.endpoint()).decode()
         self.backend.serve(1)
-        return {"endpoint": endpoint, "regions": [astuple(one) for one in self.pool.regions]}
+        return {"endpoint": endpoint, "regions": [asdict(one) for one in self.pool.regions]}
 
     def deregister(self) -> None:
         for region in self.pool.regions:
