@@ -223,6 +223,11 @@ class ControlLoop:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            except zmq.ZMQError:  # a broken socket must not take the thread, and with it every other socket, along
+                self.counters.handler_errors += 1
+                log.exception("a control socket failed and was closed")
+                self._remove(socket)
+                return
             if handler:
                 self._guard(partial(handler, parts))
             if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:

@@ -146,3 +146,24 @@ def test_an_answer_to_nobody_is_dropped_and_counted(loop):
     flush(loop)
     assert (loop.counters.dropped, loop.counters.sent) == (1, 0)
     assert loop.is_alive
+
+
+def test_a_socket_that_breaks_is_closed_and_the_others_go_on(loop, monkeypatch):
+    broken_box, good_box = Box(), Box()
+    broken, good = loop.bind(ANY, broken_box), loop.bind(ANY, good_box)
+    receive = zmq.Socket.recv_multipart
+
+    def break_one(socket: zmq.Socket, *arguments: object, **options: object) -> list[bytes]:
+        if socket is broken._socket:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        return receive(socket, *arguments, **options)
+
+    monkeypatch.setattr(zmq.Socket, "recv_multipart", break_one)
+    loop.connect(broken.address, Box()).send(ping(1))
+    assert passes(good, good_box, loop.connect(good.address, Box()), 2)
+    while not broken._socket.closed:
+        flush(loop)
+    assert passes(good, good_box, loop.connect(good.address, Box()), 4)
+    assert broken_box.is_empty
+    assert loop.counters.handler_errors == 1
+    assert loop.is_alive
