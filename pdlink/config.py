@@ -11,7 +11,7 @@ import difflib
 import os
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -29,6 +29,9 @@ class Settings(BaseModel):
     bind_host: str = Field("127.0.0.1", description="address that control sockets bind")
     advertise_host: str | None = Field(None, description="host told to peers; required for a wildcard bind")
     backends: str = Field("auto", description="transports to offer, best first, comma-separated, or auto")
+    mooncake_protocol: Literal["tcp", "rdma", "nvlink_intra"] = Field(
+        "tcp", description="what backend mooncake moves bytes over"
+    )
     verify_digests: bool = Field(False, description="compare a digest of every page after the pull")
 
     resolve_timeout_s: Seconds = Field(5.0, description="one resolve against one bootstrap address")

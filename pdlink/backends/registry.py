@@ -13,13 +13,19 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
 from pdlink.backends.base import Backend, Peer
+from pdlink.config import Settings, load_settings
 from pdlink.errors import BackendError, BackendUnavailable, ConfigError
 
 log = logging.getLogger("pdlink.backends")
 
 ENTRY_POINT_GROUP = "pdlink.backends"
-_BUILT_IN = {"ipc": ("pdlink.backends.ipc", "IpcBackend")}
-AUTO_ORDER = ("ipc",)
+_BUILT_IN = {
+    "ipc": ("pdlink.backends.ipc", "IpcBackend"),
+    "mooncake": ("pdlink.backends.mooncake", "MooncakeBackend"),
+}
+_CONFIGURED = frozenset({"mooncake"})
+"""Those that are made with the process's settings."""
+AUTO_ORDER = ("ipc", "mooncake")
 """Best first: bytes that need not leave the host should not."""
 
 
@@ -28,11 +34,13 @@ def known_backends() -> tuple[str, ...]:
     return (*_BUILT_IN, *(one.name for one in entry_points(group=ENTRY_POINT_GROUP) if one.name not in _BUILT_IN))
 
 
-def factory(name: str) -> Callable[[], Backend]:
-    """The constructor of backend `name`; nothing is imported before it is called. Unknown names: `ConfigError`."""
+def factory(name: str, settings: Settings | None = None) -> Callable[[], Backend]:
+    """The constructor of backend `name`; nothing is imported before it is called. Unknown names: `ConfigError`.
+
+    `settings` default to those of the environment, read when it is called.
+    """
     if name in _BUILT_IN:
-        module, attribute = _BUILT_IN[name]
-        return partial(_load, name, partial(_call_built_in, module, attribute))
+        return partial(_load, name, partial(_call_built_in, name, settings))
     for one in entry_points(group=ENTRY_POINT_GROUP):
         if one.name == name:
             return partial(_load, name, partial(_call_loaded, one))
@@ -49,7 +57,7 @@ def parse_backends(text: str) -> tuple[str, ...]:
     return names
 
 
-def open_backends(text: str) -> dict[str, Backend]:
+def open_backends(text: str, settings: Settings | None = None) -> dict[str, Backend]:
     """Start every backend of a setting, in its order.
 
     A backend that cannot work here is left out with a logged reason when the setting is `auto`; when it was named, its
@@ -60,7 +68,7 @@ def open_backends(text: str) -> dict[str, Backend]:
     try:
         for name in parse_backends(text):
             try:
-                opened[name] = factory(name)()
+                opened[name] = factory(name, settings)()
             except BackendUnavailable as error:
                 if text.strip() != "auto":
                     raise
@@ -104,8 +112,10 @@ def choose(own: Mapping[str, Backend], worker_id: str, incarnation: int, offered
     raise BackendUnavailable(f"no common backend with {worker_id}: {reasons or 'none is open here'}")
 
 
-def _call_built_in(module: str, attribute: str) -> Backend:
-    made: Backend = getattr(import_module(module), attribute)()
+def _call_built_in(name: str, settings: Settings | None) -> Backend:
+    module, attribute = _BUILT_IN[name]
+    make = getattr(import_module(module), attribute)
+    made: Backend = make(settings or load_settings()) if name in _CONFIGURED else make()
     return made
 
 

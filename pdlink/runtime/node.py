@@ -32,7 +32,7 @@ class Node:
     def __init__(self, settings: Settings | None = None, events: Events | None = None) -> None:
         self.settings = settings or load_settings()
         self.events = events or Events()
-        self.backends: dict[str, Backend] = open_backends(self.settings.backends)
+        self.backends: dict[str, Backend] = open_backends(self.settings.backends, self.settings)
         self._loop = ControlLoop(self.settings.max_frame_bytes, self.events).start()
         self._workers: list[PrefillWorker | DecodeWorker] = []
         self._closed = False

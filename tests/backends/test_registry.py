@@ -102,9 +102,11 @@ def installed(tmp_path, monkeypatch):
     sys.modules.pop("acme_transport", None)
 
 
-def test_the_built_in_backend_is_known_and_what_auto_means():
-    assert known_backends()[0] == "ipc"
-    assert parse_backends("auto") == parse_backends(" auto ") == ("ipc",)
+def test_the_built_in_backends_are_known_and_auto_means_all_of_them_best_first():
+    best_first = ("ipc", "nixl", "mooncake")
+    auto = tuple(name for name in best_first if name in known_backends())
+    assert {"ipc", "mooncake"} <= set(auto)
+    assert parse_backends("auto") == parse_backends(" auto ") == auto
     assert parse_backends(" ipc ") == ("ipc",)
 
 

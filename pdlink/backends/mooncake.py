@@ -1,0 +1,248 @@
+"""Owns the mooncake backend: peers, registered memory and range checks, over engines that move the bytes.
+
+One engine serves this process's memory; each peer that it pulls from has another one (see `mooncake_link`). So `fence`
+ends one link's engine, which is quiet from then on, and breaks nobody else. Every read's state is exact and asked for
+without blocking: a pull is quiet as soon as its last open read has ended. Nothing waits for the library's own timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+
+from pdlink.address import parse_address
+from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.mooncake_engine import Engine, Span, load
+from pdlink.backends.mooncake_link import LONGEST_NAP_S, Link, MooncakePull, Opening
+from pdlink.backends.mooncake_spans import RegionSpans, check_inside, merge
+from pdlink.config import Settings, load_settings
+from pdlink.errors import AddressError, BackendError, BackendUnavailable, PeerGone, RegionError
+from pdlink.layout.regions import MAX_ADDRESS, MemoryKind, Region
+from pdlink.transfer.descriptors import PullBatch
+
+MAX_ENDPOINT_BYTES = 64 << 10
+_MEMORY = {"tcp": MemoryKind.HOST, "rdma": MemoryKind.HOST, "nvlink_intra": MemoryKind.CUDA}
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A peer's endpoint, checked. `session` is empty when it has no memory to read."""
+
+    session: str
+    spans: list[Span]
+
+
+class MooncakeBackend(Backend):
+    """See `Backend`. Reads `bind_host`, `advertise_host`, `connect_timeout_s` and `mooncake_protocol` of the settings.
+
+    `poll` sleeps for up to a millisecond when nothing has landed. Raises `BackendUnavailable` when the library cannot
+    be loaded; engines start when they are needed.
+    """
+
+    name = "mooncake"
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self._settings = settings or load_settings()
+        self._protocol = self._settings.mooncake_protocol
+        self._host = self._settings.advertise_host or self._settings.bind_host
+        memory = frozenset({_MEMORY[self._protocol]})
+        self.capabilities = Capabilities(memory, same_host_only=self._protocol == "nvlink_intra", works_in_poll=True)
+        load(self._protocol)
+        self._spans = RegionSpans()
+        self._serving: Engine | None = None
+        self._peers: dict[str, tuple[Link, list[Span]]] = {}
+        self._links: list[Link] = []
+        """Every link that may still have reads in flight, forgotten peers' included."""
+        self._openings: dict[tuple[str, int], Opening] = {}
+        self._lock = threading.Lock()
+        self._memory_lock = threading.Lock()
+
+    def register(self, region: Region) -> None:
+        if region.memory not in self.capabilities.memory:
+            raise RegionError(
+                f"backend mooncake over {self._protocol} serves {_MEMORY[self._protocol]} memory; {region.component!r} "
+                f"layer {region.layer} is on {region.memory}"
+            )
+        self._spans.add(region)
+        try:
+            self._offer()
+        except RegionError:
+            self._spans.remove(region)
+            raise
+
+    def deregister(self, region: Region) -> None:
+        """As the base says. Reads that peers begin later fail; one under way may read one chunk more."""
+        self._spans.remove(region)
+        self._offer()
+
+    def endpoint(self) -> bytes:
+        """Protocol, address and spans as JSON. Starts the engine that serves them, unless there are none.
+
+        Raises `BackendUnavailable` when it does not start and `RegionError` when there are too many spans to tell.
+        """
+        spans = self._spans.merged()
+        session = self._serve() if spans else ""
+        told = json.dumps(
+            {"protocol": self._protocol, "session": session, "spans": spans}, separators=(",", ":")
+        ).encode()
+        if len(told) > MAX_ENDPOINT_BYTES:
+            raise RegionError(
+                f"{len(spans)} separate memory ranges do not fit a mooncake endpoint of {MAX_ENDPOINT_BYTES} bytes; "
+                "allocate the pool as fewer, larger tensors"
+            )
+        return told
+
+    def connect(self, peer: Peer) -> None:
+        with self._lock:
+            known = self._peers.get(peer.worker_id)
+        if known and known[0].peer.incarnation == peer.incarnation and known[0].is_open:
+            return
+        told = self._parse(peer)
+        link = self._open(peer, told)
+        with self._lock:
+            replaced = self._peers.get(peer.worker_id)
+            self._peers[peer.worker_id] = (link, told.spans)
+            self._links = [one for one in self._links if one.is_open] + [link]
+        link.offer(self._spans.merged())  # memory may have come while the peer was being reached
+        if replaced:
+            replaced[0].close()
+
+    def disconnect(self, peer: Peer) -> None:
+        """Forget `peer`. A pull of it that another caller still polls goes on to its end."""
+        with self._lock:
+            known = self._peers.get(peer.worker_id)
+            if known is None or known[0].peer.incarnation != peer.incarnation:
+                return
+            del self._peers[peer.worker_id]
+        known[0].retire()
+
+    def submit(self, batch: PullBatch) -> PullHandle:
+        with self._lock:
+            known = self._peers.get(batch.worker_id)
+        if known is None or not known[0].is_open:
+            raise PeerGone(f"{batch.worker_id} is not connected over mooncake")
+        link, theirs = known
+        ours = self._spans.merged()
+        for move in batch.moves:
+            layers, runs = move.layers, move.runs
+            # The library would write wherever it is told to.
+            to = (layers.destination_base, layers.destination_stride, layers.page_bytes, runs.destination, runs.count)
+            check_inside(*to, ours, "destination")
+            source = (layers.source_base, layers.source_stride, layers.page_bytes, runs.source, runs.count)
+            check_inside(*source, theirs, f"source of {batch.worker_id}")
+        return MooncakePull(batch, link)
+
+    def poll(self, handle: PullHandle) -> PullStatus:
+        assert isinstance(handle, MooncakePull)
+        if handle.status is not PullStatus.PENDING:
+            return handle.status
+        if not handle.link.advance(handle) and handle.posted:
+            # Longer naps leave the cores to the library's threads; short first ones keep small pulls quick.
+            time.sleep(handle.nap_s)
+            handle.nap_s = min(2 * handle.nap_s, LONGEST_NAP_S)
+        return handle.status
+
+    def settle(self, handle: PullHandle) -> Settled:
+        assert isinstance(handle, MooncakePull)
+        handle.fail(BackendError("the pull was stopped before all of it had landed"))
+        return Settled.QUIET if handle.link.drain(handle) else Settled.NOT_QUIET
+
+    def fence(self, peer: Peer) -> tuple[str, ...]:
+        with self._lock:
+            known = self._peers.get(peer.worker_id)
+            if known and known[0].peer.incarnation == peer.incarnation:
+                del self._peers[peer.worker_id]
+            links = [one for one in self._links if _is_same(one.peer, peer)]
+        for link in links:
+            link.close()
+        with self._lock:
+            self._links = [one for one in self._links if one.is_open]
+        return (peer.worker_id,)
+
+    def close(self) -> None:
+        with self._lock:
+            links, self._links = self._links, []
+            self._peers.clear()
+        for link in links:
+            link.close()
+        with self._memory_lock:
+            self._spans.clear()
+            serving, self._serving = self._serving, None
+            if serving:
+                serving.close()
+
+    def _serve(self) -> str:
+        """The session of the serving engine, which knows all registered memory then."""
+        with self._memory_lock:
+            if self._serving is None:
+                started = self._start()
+                started.offer(self._spans.merged())
+                self._serving = started
+            return self._serving.session
+
+    def _start(self) -> Engine:
+        try:
+            return Engine(self._host, self._protocol)
+        except AddressError as error:
+            raise BackendUnavailable(f"backend mooncake cannot serve on {self._host!r}: {error}") from error
+
+    def _offer(self) -> None:
+        """Bring what the running engines know up to date."""
+        with self._lock:
+            links = list(self._links)
+        with self._memory_lock:
+            spans = self._spans.merged()
+            if self._serving:
+                self._serving.offer(spans)
+            for link in links:
+                link.offer(spans)
+
+    def _open(self, peer: Peer, told: _Told) -> Link:
+        key = (peer.worker_id, peer.incarnation)
+        with self._lock:
+            stuck = self._openings.pop(key, None)
+        if stuck and not stuck.is_over:
+            with self._lock:
+                self._openings[key] = stuck
+            raise PeerGone(f"{peer.worker_id} at {told.session} has not answered mooncake yet")
+        engine = self._start()
+        with self._memory_lock:
+            engine.offer(self._spans.merged())
+        if not told.spans:
+            return Link(peer, told.session, engine)
+        opening = Opening(peer, told.session, told.spans[0][0], engine)
+        try:
+            return opening.link(self._settings.connect_timeout_s)
+        except PeerGone:
+            if not opening.is_over:
+                with self._lock:
+                    self._openings[key] = opening
+            raise
+
+    def _parse(self, peer: Peer) -> _Told:
+        """Raises `BackendUnavailable` for what cannot be read, makes no sense, or moves over something else."""
+        try:
+            blob = json.loads(peer.endpoint)
+            protocol, session = str(blob["protocol"]), str(blob["session"])
+            spans = [(int(start), int(stop)) for start, stop in blob["spans"]]
+            if session or spans:
+                parse_address(session)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise BackendUnavailable(
+                f"{peer.worker_id} offers a mooncake endpoint that cannot be read: {error}"
+            ) from error
+        if protocol != self._protocol:
+            raise BackendUnavailable(
+                f"{peer.worker_id} moves mooncake over {protocol}, this process over {self._protocol}; set "
+                "PDLINK_MOONCAKE_PROTOCOL alike on both"
+            )
+        for start, stop in spans:
+            if not 0 < start < stop <= MAX_ADDRESS:
+                raise BackendUnavailable(f"{peer.worker_id} offers memory {start:#x}..{stop:#x} over mooncake")
+        return _Told(session, merge(sorted(spans)))
+
+
+def _is_same(one: Peer, other: Peer) -> bool:
+    return one.worker_id == other.worker_id and one.incarnation == other.incarnation

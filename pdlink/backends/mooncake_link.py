@@ -1,0 +1,233 @@
+"""Owns the reads from one mooncake peer: an engine of their own, and the window of reads in flight. It plans nothing.
+
+Every peer has its own engine, so that breaking the link to one breaks no other, nor what this process serves itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+
+from pdlink.address import parse_address
+from pdlink.backends.base import Peer, PullHandle, PullStatus
+from pdlink.backends.mooncake_engine import DONE, LOG_HINT, PENDING, Engine, Span
+from pdlink.errors import BackendError, PeerGone
+from pdlink.transfer.descriptors import PullBatch
+
+MAX_READ_BYTES = 8 << 20
+"""Longer ranges are cut, so that what is in flight, and has to be waited for when a pull is stopped, stays little."""
+MAX_READS = 256
+"""Reads of one pull in flight. Fewer starve the library's connections; it queues 1,024 for a peer."""
+MAX_BYTES = 64 << 20
+MAX_LINK_READS = 768
+"""Reads of all pulls from one peer in flight. Above this each pull keeps one going."""
+FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
+ROWS_PER_PIECE = 4096
+CLOSE_TIMEOUT_S = 2.0
+LOOK_TIMEOUT_S = 0.2
+
+
+class MooncakePull(PullHandle):
+    """A pull. It is quiet when `posted` is empty, or when its link's engine has ended."""
+
+    def __init__(self, batch: PullBatch, link: Link) -> None:
+        super().__init__(batch)
+        self.link = link
+        self.rows = _rows(batch)
+        self.next: tuple[int, int, int] | None = next(self.rows, None)
+        self.posted: deque[tuple[int, int]] = deque()
+        """(id, nbytes) of the reads in flight."""
+        self.nbytes = 0
+        self.nap_s = FIRST_NAP_S
+        self.status = PullStatus.PENDING
+
+    def fail(self, error: Exception) -> None:
+        """The first failure stays. Nothing more is posted."""
+        if self.status is PullStatus.PENDING:
+            self.status, self.error = PullStatus.FAILED, error
+        self.rows, self.next = iter(()), None
+
+
+class Link:
+    """A peer as connected. Any thread may call; calls of several wait for each other, each for a bounded time."""
+
+    def __init__(self, peer: Peer, session: str, engine: Engine) -> None:
+        self.peer = peer
+        self.is_open = True
+        """Whether the engine still runs. Once it does not, every pull of the link is quiet."""
+        self._session = session
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._num_reads = 0
+        self._retired = False
+
+    def offer(self, spans: Collection[Span]) -> None:
+        """Tell the engine which local memory there is. Raises `RegionError`."""
+        with self._lock:
+            if self.is_open:
+                self._engine.offer(spans)
+
+    def advance(self, pull: MooncakePull) -> bool:
+        """Take in what has landed and post what there is room for; returns whether anything had landed."""
+        with self._lock:
+            if not self.is_open:
+                pull.fail(PeerGone(f"the link to {self.peer.worker_id} was broken"))
+                pull.posted.clear()
+                return True
+            landed = self._reap(pull)
+            if pull.status is PullStatus.PENDING:
+                self._post(pull)
+            if not pull.posted and pull.status is PullStatus.PENDING:
+                pull.status = PullStatus.DONE
+            self._close_if_idle()
+            return landed
+
+    def drain(self, pull: MooncakePull) -> bool:
+        """Post nothing more of `pull`; returns whether nothing of it is in flight."""
+        with self._lock:
+            if self.is_open:
+                still = deque(one for one in pull.posted if self._engine.check(one[0]) == PENDING)
+                self._num_reads -= len(pull.posted) - len(still)
+                pull.posted = still
+                self._close_if_idle()
+            else:
+                pull.posted.clear()
+            return not pull.posted
+
+    def retire(self) -> None:
+        """End the engine as soon as nothing is in flight on it."""
+        with self._lock:
+            self._retired = True
+            self._close_if_idle()
+
+    def close(self) -> None:
+        """End the engine: nothing of any pull lands after that. Raises `BackendError` while a call is stuck in it."""
+        if not self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            raise BackendError(
+                f"a call of mooncake for {self.peer.worker_id} has not returned for {CLOSE_TIMEOUT_S:g} s"
+            )
+        try:
+            self._end()
+        finally:
+            self._lock.release()
+
+    def _reap(self, pull: MooncakePull) -> bool:
+        """Reads end about in order, so a look at the oldest is enough."""
+        landed = False
+        while pull.posted:
+            posted, nbytes = pull.posted[0]
+            state = self._engine.check(posted)
+            if state == PENDING:
+                break
+            pull.posted.popleft()
+            pull.nbytes -= nbytes
+            self._num_reads -= 1
+            landed = True
+            if state != DONE:
+                pull.fail(self._explain())
+        return landed
+
+    def _post(self, pull: MooncakePull) -> None:
+        while (row := pull.next) is not None and (not pull.posted or self._has_room(pull, row[2])):
+            try:
+                posted = self._engine.read(self._session, row[1], row[0], row[2])
+            except BackendError as error:
+                pull.fail(error)
+                return
+            pull.posted.append((posted, row[2]))
+            pull.nbytes += row[2]
+            self._num_reads += 1
+            pull.next = next(pull.rows, None)
+
+    def _has_room(self, pull: MooncakePull, nbytes: int) -> bool:
+        return len(pull.posted) < MAX_READS and pull.nbytes + nbytes <= MAX_BYTES and self._num_reads < MAX_LINK_READS
+
+    def _explain(self) -> BackendError:
+        """Why a read failed: the library does not say, so its port is asked whether anybody is there."""
+        address = parse_address(self._session)
+        worker_id = self.peer.worker_id
+        try:
+            with socket.create_connection((address.host, address.port), timeout=LOOK_TIMEOUT_S):
+                pass
+        except OSError as error:
+            return PeerGone(
+                f"{worker_id} is gone: a read over mooncake failed, and {address} does not answer ({error})"
+            )
+        return BackendError(
+            f"a read from {worker_id} over mooncake failed, though {address} answers; it may have taken its memory "
+            f"back; {LOG_HINT}"
+        )
+
+    def _close_if_idle(self) -> None:
+        if self._retired and not self._num_reads:
+            self._end()
+
+    def _end(self) -> None:
+        if self.is_open:
+            self._engine.close()
+            self.is_open = False
+
+
+class Opening:
+    """The first read from a peer, on a thread of its own, because the library may block in it for a minute."""
+
+    def __init__(self, peer: Peer, session: str, first_address: int, engine: Engine) -> None:
+        self._peer = peer
+        self._session = session
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._abandoned = False
+        self._error: BackendError | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(first_address,), name=f"pdlink-mooncake-{peer.worker_id}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def link(self, timeout_s: float) -> Link:
+        """The link, once the peer has answered. Raises `PeerGone`; the engine is then ended, now or when it lets go."""
+        self._over.wait(timeout_s)
+        with self._lock:
+            if not self._over.is_set():
+                self._abandoned = True
+                raise PeerGone(f"{self._peer.worker_id} at {self._session} did not answer mooncake for {timeout_s:g} s")
+        if self._error:
+            self._engine.close()
+            raise self._error
+        return Link(self._peer, self._session, self._engine)
+
+    def _run(self, first_address: int) -> None:
+        error = None
+        try:
+            posted = self._engine.read_byte(self._session, first_address)
+            nap_s = FIRST_NAP_S
+            while (state := self._engine.check(posted)) == PENDING and not self._abandoned:
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, LONGEST_NAP_S)
+            if state != DONE:
+                error = PeerGone(f"{self._peer.worker_id} at {self._session} refused a first read; {LOG_HINT}")
+        except BackendError as caught:
+            error = PeerGone(f"{self._peer.worker_id} at {self._session} does not answer mooncake: {caught}")
+        with self._lock:
+            self._error = error
+            self._over.set()
+            abandoned = self._abandoned
+        if abandoned:
+            self._engine.close()
+
+
+def _rows(batch: PullBatch) -> Iterator[tuple[int, int, int]]:
+    """(source, destination, nbytes) one by one, none longer than `MAX_READ_BYTES`."""
+    for piece in batch.expand(ROWS_PER_PIECE):
+        for source, destination, nbytes in zip(
+            piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True
+        ):
+            for start in range(0, nbytes, MAX_READ_BYTES):
+                yield source + start, destination + start, min(MAX_READ_BYTES, nbytes - start)
