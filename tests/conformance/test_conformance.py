@@ -3,14 +3,20 @@
 import pytest
 
 from pdlink.testing.conformance import MemorySource, Runner, Setup, scenario_names
+from tests.backends.needs import mooncake_missing
 
 SETUPS = {
     "ipc": Setup("ipc", memory=MemorySource.SHARED, idle_s=0.1, watch_s=0.3),
+    "mooncake-tcp": Setup("mooncake", label="mooncake over tcp", fence_timeout_s=5.0),
 }
+MISSING = {"mooncake-tcp": mooncake_missing()}
+"""Setup -> what this machine lacks for it."""
 
 
 @pytest.fixture(scope="module", params=SETUPS)
 def runner(request):
+    if reason := MISSING.get(request.param):
+        pytest.skip(reason)
     made = Runner(SETUPS[request.param])
     yield made
     assert made.close() == 0, f"a process that used {made.setup.title} does not end well"
