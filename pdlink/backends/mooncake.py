@@ -56,6 +56,7 @@ class MooncakeBackend(Backend):
         self._links: list[Link] = []
         """Every link that may still have reads in flight, forgotten peers' included."""
         self._openings: dict[tuple[str, int], Opening] = {}
+        self._closed = False
         self._lock = threading.Lock()
         self._memory_lock = threading.Lock()
 
@@ -96,18 +97,24 @@ class MooncakeBackend(Backend):
 
     def connect(self, peer: Peer) -> None:
         with self._lock:
-            known = self._peers.get(peer.worker_id)
-        if known and known[0].peer.incarnation == peer.incarnation and known[0].is_open:
-            return
+            if self._closed:
+                raise BackendUnavailable("this mooncake backend is closed")
+            if _is_link_to(peer, self._peers.get(peer.worker_id)):
+                return
         told = self._parse(peer)
         link = self._open(peer, told)
         with self._lock:
-            replaced = self._peers.get(peer.worker_id)
-            self._peers[peer.worker_id] = (link, told.spans)
-            self._links = [one for one in self._links if one.is_open] + [link]
+            present = self._peers.get(peer.worker_id)
+            keep = not self._closed and not _is_link_to(peer, present)
+            if keep:
+                self._peers[peer.worker_id] = (link, told.spans)
+                self._links = [one for one in self._links if one.is_open] + [link]
+        if not keep:  # another caller was faster, and may be pulling over its link already
+            link.close()
+            return
         link.offer(self._spans.merged())  # memory may have come while the peer was being reached
-        if replaced:
-            replaced[0].close()
+        if present:
+            present[0].close()
 
     def disconnect(self, peer: Peer) -> None:
         """Forget `peer`. A pull of it that another caller still polls goes on to its end."""
@@ -163,6 +170,7 @@ class MooncakeBackend(Backend):
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             links, self._links = self._links, []
             self._peers.clear()
         for link in links:
@@ -242,6 +250,10 @@ class MooncakeBackend(Backend):
             if not 0 < start < stop <= MAX_ADDRESS:
                 raise BackendUnavailable(f"{peer.worker_id} offers memory {start:#x}..{stop:#x} over mooncake")
         return _Told(session, merge(sorted(spans)))
+
+
+def _is_link_to(peer: Peer, known: tuple[Link, list[Span]] | None) -> bool:
+    return known is not None and known[0].is_open and _is_same(known[0].peer, peer)
 
 
 def _is_same(one: Peer, other: Peer) -> bool:

@@ -52,7 +52,7 @@ class MooncakePull(PullHandle):
 
 
 class Link:
-    """A peer as connected. Any thread may call; calls of several wait for each other, each for a bounded time."""
+    """A peer as connected. Any thread may call; calls of several wait for each other."""
 
     def __init__(self, peer: Peer, session: str, engine: Engine) -> None:
         self.peer = peer

@@ -174,6 +174,37 @@ def test_pulls_from_one_peer_share_its_queue_and_all_end(rig, monkeypatch):
     check_whole(owner, pool)
 
 
+def test_callers_that_connect_a_peer_at_once_share_one_link(rig):
+    owner = rig.owner(num_layers=1, num_pages=16)
+    pool = rig.pool(owner)
+    backend = rig.backend(*pool.regions)
+    start, failures = threading.Barrier(6), []
+
+    def connect_and_pull():
+        start.wait(10)
+        backend.connect(owner.peer)
+        handle = backend.submit(whole(owner, pool))
+        if wait(backend, handle) is not PullStatus.DONE:
+            failures.append(handle.error)
+
+    threads = [threading.Thread(target=connect_and_pull) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert failures == []
+    assert len(backend._links) == 1
+    check_whole(owner, pool)
+
+
+def test_a_closed_backend_reaches_nobody(rig):
+    owner = rig.owner(num_layers=1, num_pages=16)
+    backend = rig.backend()
+    backend.close()
+    with pytest.raises(BackendUnavailable, match="this mooncake backend is closed"):
+        backend.connect(owner.peer)
+
+
 # --- the ends of links ----------------------------------------------------------------------------
 
 
