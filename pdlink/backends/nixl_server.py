@@ -1,0 +1,74 @@
+"""Owns the serving side of the nixl backend: the agent whose memory peers read, and the thread that drives it.
+
+Over tcp a read moves only while the owner's agent is driven too. The thread looks every `BUSY_S` while requests may be
+read, and every `IDLE_S` otherwise, for connections that come and go.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from pdlink.backends.nixl_endpoint import RegionTable, pack
+from pdlink.backends.nixl_engine import Agent
+from pdlink.backends.nixl_memory import NixlMemory
+from pdlink.errors import BackendError
+
+log = logging.getLogger("pdlink.backends")
+
+BUSY_S = 200e-6
+IDLE_S = 0.25
+JOIN_TIMEOUT_S = 5.0
+
+
+class NixlServer:
+    """Serves regions to peers. `close` twice is fine."""
+
+    def __init__(self) -> None:
+        """Start the engine. Raises `BackendUnavailable` with the reason."""
+        self.agent = Agent()
+        self._lock = threading.Lock()
+        self._memory = NixlMemory(self.agent)
+        self._busy = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def endpoint(self, table: RegionTable) -> bytes:
+        """Register the regions at once, and describe them and the agent."""
+        with self._lock:
+            self._memory.add(table)
+            self._memory.keep_only(table)
+            blob = pack(self.agent.metadata(), table)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._drive, name="pdlink-nixl-serve", daemon=True)
+                self._thread.start()
+            return blob
+
+    def keep_only(self, table: RegionTable) -> None:
+        """Take back what is registered and not in the table."""
+        with self._lock:
+            if not self.agent.is_destroyed:
+                self._memory.keep_only(table)
+
+    def serve(self, num_readers: int) -> None:
+        if num_readers:
+            self._busy.set()
+        else:
+            self._busy.clear()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._busy.set()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_TIMEOUT_S)
+        with self._lock:
+            self.agent.destroy()
+
+    def _drive(self) -> None:
+        while not self._closing.wait(BUSY_S):
+            try:
+                self.agent.call("make progress", lambda nixl: nixl.get_new_notifs())
+            except BackendError as error:  # a reader that went away is its own loss
+                log.debug("nixl: %s", error)
+            if not self._busy.is_set():
+                self._busy.wait(IDLE_S)
