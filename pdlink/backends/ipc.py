@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.ranges import as_spans, check_destinations, extent, first_outside
 from pdlink.backends.shm import SHM_DIR, AttachedSegment, attach, locate
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout.regions import MAX_ADDRESS, MemoryKind, Region
@@ -141,12 +142,12 @@ class IpcBackend(Backend):
         with self._lock:
             link = self._peers.get(batch.worker_id)
             if self._spans is None:
-                self._spans = np.array(sorted(self._regions), dtype=np.int64).reshape(-1, 2)
+                self._spans = as_spans(self._regions)
             spans = self._spans
         if link is None:
             raise PeerGone(f"{batch.worker_id} is not connected over ipc")
         for move in batch.moves:
-            _check_destinations(move, spans)
+            check_destinations(move, spans)
         moves = tuple(_localised(move, link.mapped, batch.worker_id) for move in batch.moves)
         return _IpcPull(batch, _rows(PullBatch(batch.worker_id, moves).expand(ROWS_PER_PIECE)), link)
 
@@ -211,37 +212,12 @@ def _localised(move: GroupMove, mapped: tuple[_Mapped, ...], worker_id: str) -> 
     starts = np.array([one.start for one in mapped], dtype=np.int64)
     stops = np.array([one.stop for one in mapped], dtype=np.int64)
     here = np.array([one.segment.address for one in mapped], dtype=np.int64)
-    first, end = _extent(layers.source_base, layers.source_stride, layers.page_bytes, move.runs.source, move.runs.count)
-    which = np.searchsorted(starts, layers.source_base, side="right") - 1
-    inside = (which >= 0) & (first >= starts[which]) & (end <= stops[which]) if len(starts) else np.zeros(1, np.bool_)
-    if not bool(np.all(inside)):
-        row = int(np.argmin(inside))
+    first, end = extent(layers.source_base, layers.source_stride, layers.page_bytes, move.runs.source, move.runs.count)
+    row = first_outside(layers.source_base, first, end, np.stack([starts, stops], axis=1))
+    if row is not None:
         raise RegionError(f"addresses {int(first[row]):#x}..{int(end[row]):#x} are in no segment of {worker_id}")
+    which = np.searchsorted(starts, layers.source_base, side="right") - 1
     return GroupMove(move.group, move.runs, layers.rebased(layers.source_base - starts[which] + here[which]))
-
-
-def _check_destinations(move: GroupMove, spans: Int64Array) -> None:
-    layers = move.layers
-    first, end = _extent(
-        layers.destination_base, layers.destination_stride, layers.page_bytes, move.runs.destination, move.runs.count
-    )
-    which = np.searchsorted(spans[:, 0], layers.destination_base, side="right") - 1
-    inside = (which >= 0) & (first >= spans[which, 0]) & (end <= spans[which, 1]) if len(spans) else np.zeros(1, bool)
-    if not bool(np.all(inside)):
-        row = int(np.argmin(inside))
-        raise RegionError(f"destination {int(first[row]):#x}..{int(end[row]):#x} is in no registered region")
-
-
-def _extent(
-    base: Int64Array, stride: Int64Array, page_bytes: Int64Array, page: Int64Array, count: Int64Array
-) -> tuple[Int64Array, Int64Array]:
-    """First and past-the-end address that the pages touch, per layer. Raises `RegionError` where that wraps."""
-    if not len(page):
-        return base, base
-    low, high = int(page.min()), int((page + count - 1).max())
-    if low < 0 or bool(np.any(high > (MAX_ADDRESS - page_bytes - base) // np.maximum(stride, 1))):
-        raise RegionError(f"pages {low}..{high} reach outside the address space")
-    return base + low * stride, base + high * stride + page_bytes
 
 
 def _rows(pieces: Iterator[Descriptors]) -> Iterator[tuple[int, int, int]]:

@@ -65,8 +65,8 @@ class NixlBackend(Backend):
             self._check_open()
             return self._server.endpoint(self._table)
 
-    def serve(self, num_readers: int) -> None:
-        self._server.serve(num_readers)
+    def serve(self, owner: str, num_readers: int) -> None:
+        self._server.serve(owner, num_readers)
 
     def connect(self, peer: Peer) -> None:
         with self._lock:

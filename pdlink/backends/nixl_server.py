@@ -29,6 +29,7 @@ class NixlServer:
         self.agent = Agent()
         self._lock = threading.Lock()
         self._memory = NixlMemory(self.agent)
+        self._read_owners: set[str] = set()
         self._busy = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -50,11 +51,15 @@ class NixlServer:
             if not self.agent.is_destroyed:
                 self._memory.keep_only(table)
 
-    def serve(self, num_readers: int) -> None:
-        if num_readers:
-            self._busy.set()
-        else:
-            self._busy.clear()
+    def serve(self, owner: str, num_readers: int) -> None:
+        with self._lock:
+            if num_readers:
+                self._read_owners.add(owner)
+                self._busy.set()
+            else:
+                self._read_owners.discard(owner)
+                if not self._read_owners and not self._closing.is_set():
+                    self._busy.clear()
 
     def close(self) -> None:
         self._closing.set()

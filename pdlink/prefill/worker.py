@@ -158,6 +158,7 @@ class PrefillWorker:
             self._make_room(now)
             sender = Sender(transfer_id, self._facts, self._sender_send(transfer_id), self._loop.clock, self._lock)
             self._senders[transfer_id] = sender
+            self._serve(1)
             early = self._early.pop(transfer_id, now)
             if early:
                 self._replay(sender, early, now)
@@ -175,6 +176,7 @@ class PrefillWorker:
         if self._keeper:
             self._keeper.close()
         self._server.close()
+        self._serve(0)
         for region in self.rank.regions:
             for backend in self._backends.values():
                 backend.deregister(region)
@@ -200,6 +202,8 @@ class PrefillWorker:
     def _on_subscribe(self, route: bytes, frame: Frame, body: Subscribe) -> None:
         sender = self._senders.get(frame.transfer_id)
         refusal = self._refusal(body)
+        if sender and not refusal:
+            self._serve(1)
         if refusal:
             self._reply(route, frame, Refused(refusal))
             self.events.emit("transfer.refused", worker_id=self.rank.worker_id, reason=refusal.reason.value)
@@ -249,6 +253,11 @@ class PrefillWorker:
         self._reply(route, frame, AbortAck())
         if sender is None:
             self._keep_early(route, frame, body)
+
+    def _serve(self, num_readers: int) -> None:
+        """Let engines that must be driven while they are read know."""
+        for backend in self._backends.values():
+            backend.serve(self.rank.worker_id, num_readers)
 
     def _refusal(self, body: Subscribe) -> Failure | None:
         """Protocol, then fingerprint, then who is meant: the order in which both sides check."""
@@ -332,6 +341,8 @@ class PrefillWorker:
                 sender.expire(now)
                 if sender.ended_at is not None and now - sender.ended_at > self._settings.verdict_ttl_s:
                     del self._senders[transfer_id]
+            if all(sender.poll().is_final for sender in self._senders.values()):
+                self._serve(0)
             self._early.expire(now)
             self._answers.expire(now)
 

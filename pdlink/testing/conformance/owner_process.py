@@ -33,7 +33,7 @@ class _Rank:
 
     def facts(self) -> dict[str, Any]:
         endpoint = base64.b64encode(self.backend.endpoint()).decode()
-        self.backend.serve(1)
+        self.backend.serve("owner", 1)
         return {"endpoint": endpoint, "regions": [asdict(one) for one in self.pool.regions]}
 
     def deregister(self) -> None:

@@ -131,11 +131,11 @@ def an_instance_pulls_from_another_of_its_own_process(rig: Rig) -> None:
     target = rig.pool(owner)
     reader = rig.backend(*target.regions)
     peer = replace(owner.peer, endpoint=server.endpoint())
-    server.serve(1)
+    server.serve("owner", 1)
     reader.connect(peer)
     local = _as_owner(owner, pool.regions)
     pull(reader, whole(local, target))
-    server.serve(0)
+    server.serve("owner", 0)
     # Pulled twice, last page first each time: the pages are back in their places.
     pages = range(owner.spec.num_pages)
     check_pages(target, pages, pages)
