@@ -16,11 +16,12 @@ from pdlink.address import parse_address
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.mooncake_engine import Engine, Span, load
 from pdlink.backends.mooncake_link import LONGEST_NAP_S, Link, MooncakePull, Opening
-from pdlink.backends.mooncake_spans import RegionSpans, check_inside, merge
+from pdlink.backends.mooncake_spans import RegionSpans, merge
+from pdlink.backends.ranges import as_spans, check_destinations, check_sources
 from pdlink.config import Settings, load_settings
 from pdlink.errors import AddressError, BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout.regions import MAX_ADDRESS, MemoryKind, Region
-from pdlink.transfer.descriptors import PullBatch
+from pdlink.transfer.descriptors import Int64Array, PullBatch
 
 MAX_ENDPOINT_BYTES = 64 << 10
 _MEMORY = {"tcp": MemoryKind.HOST, "rdma": MemoryKind.HOST, "nvlink_intra": MemoryKind.CUDA}
@@ -52,7 +53,7 @@ class MooncakeBackend(Backend):
         load(self._protocol)
         self._spans = RegionSpans()
         self._serving: Engine | None = None
-        self._peers: dict[str, tuple[Link, list[Span]]] = {}
+        self._peers: dict[str, tuple[Link, Int64Array]] = {}
         self._links: list[Link] = []
         """Every link that may still have reads in flight, forgotten peers' included."""
         self._openings: dict[tuple[str, int], Opening] = {}
@@ -107,7 +108,7 @@ class MooncakeBackend(Backend):
             present = self._peers.get(peer.worker_id)
             keep = not self._closed and not _is_link_to(peer, present)
             if keep:
-                self._peers[peer.worker_id] = (link, told.spans)
+                self._peers[peer.worker_id] = (link, as_spans(told.spans))
                 self._links = [one for one in self._links if one.is_open] + [link]
         if not keep:  # another caller was faster, and may be pulling over its link already
             link.close()
@@ -131,14 +132,10 @@ class MooncakeBackend(Backend):
         if known is None or not known[0].is_open:
             raise PeerGone(f"{batch.worker_id} is not connected over mooncake")
         link, theirs = known
-        ours = self._spans.merged()
+        ours = as_spans(self._spans.merged())
         for move in batch.moves:
-            layers, runs = move.layers, move.runs
-            # The library would write wherever it is told to.
-            to = (layers.destination_base, layers.destination_stride, layers.page_bytes, runs.destination, runs.count)
-            check_inside(*to, ours, "destination")
-            source = (layers.source_base, layers.source_stride, layers.page_bytes, runs.source, runs.count)
-            check_inside(*source, theirs, f"source of {batch.worker_id}")
+            check_destinations(move, ours)  # the library would write wherever it is told to
+            check_sources(move, theirs, batch.worker_id)
         return MooncakePull(batch, link)
 
     def poll(self, handle: PullHandle) -> PullStatus:
@@ -252,7 +249,7 @@ class MooncakeBackend(Backend):
         return _Told(session, merge(sorted(spans)))
 
 
-def _is_link_to(peer: Peer, known: tuple[Link, list[Span]] | None) -> bool:
+def _is_link_to(peer: Peer, known: tuple[Link, Int64Array] | None) -> bool:
     return known is not None and known[0].is_open and _is_same(known[0].peer, peer)
 
 
