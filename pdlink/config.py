@@ -32,6 +32,11 @@ class Settings(BaseModel):
     mooncake_protocol: Literal["tcp", "rdma", "nvlink_intra"] = Field(
         "tcp", description="what backend mooncake moves bytes over"
     )
+    way: Literal["auto", "direct", "staged"] = Field(
+        "auto", description="how pages move: one descriptor a run (direct), packed (staged), or whichever is quicker"
+    )
+    staging_slots: int = Field(4, ge=0, le=1 << 16, description="staging slots of each role of a process; 0: none")
+    staging_slot_bytes: int = Field(8 << 20, ge=1 << 12, le=1 << 32, description="bytes of one staging slot")
     verify_digests: bool = Field(False, description="compare a digest of every page after the pull")
 
     resolve_timeout_s: Seconds = Field(5.0, description="one resolve against one bootstrap address")
@@ -44,6 +49,7 @@ class Settings(BaseModel):
     liveness_timeout_s: Seconds = Field(15.0, description="longest silence of an owner that is asked again and again")
     keepalive_interval_s: Seconds = Field(4.0, description="repeat of an answered subscribe, as a sign of life")
     drain_timeout_s: Seconds = Field(20.0, description="quarantine of destination pages after a failure")
+    staging_timeout_s: Seconds = Field(20.0, description="wait for a staging slot, a packed one, or one to come back")
     resend_interval_s: Seconds = Field(0.5, description="repeat of an unanswered subscribe, release or abort")
 
     publication_lease_s: Seconds = Field(120.0, description="life of published pages that no reader holds")

@@ -34,13 +34,18 @@ class Capabilities:
 
     `memory` are the kinds that it can read from and write to; `same_host_only` that both sides must share a host;
     `max_descriptors` caps one posted batch (0: no cap); `works_in_poll` that bytes move inside `poll`, so that a caller
-    need not sleep between two polls.
+    need not sleep between two polls. `gathers` that a pull reads pages straight from the owner's mapped memory, so that
+    packing them first could only cost. `cost_per_descriptor_s` and `bytes_per_s` are what one more descriptor and the
+    bytes of a pull take (0: next to nothing, or unknown).
     """
 
     memory: frozenset[MemoryKind]
     same_host_only: bool = False
     max_descriptors: int = 0
     works_in_poll: bool = False
+    gathers: bool = False
+    cost_per_descriptor_s: float = 0.0
+    bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

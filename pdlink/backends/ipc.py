@@ -62,7 +62,7 @@ class IpcBackend(Backend):
     """See `Backend`. Registering is free: a region is only remembered, to check destinations and to tell peers."""
 
     name = "ipc"
-    capabilities = Capabilities(frozenset({MemoryKind.HOST}), same_host_only=True, works_in_poll=True)
+    capabilities = Capabilities(frozenset({MemoryKind.HOST}), same_host_only=True, works_in_poll=True, gathers=True)
 
     def __init__(self) -> None:
         self._host = _host_identity()

@@ -25,6 +25,7 @@ from pdlink.layout import (
     check_region,
     fingerprint,
 )
+from pdlink.layout.staging import StagingArea
 
 MAX_NAME_CHARS = 256
 MAX_RANKS = 65_536
@@ -104,7 +105,8 @@ class RankInfo:
 
     `incarnation` is new at every process start and grows (`time.time_ns()` then). Regions name owned layers only:
     for each component all of them, or none where the memory is not registered with any transport. `transports` has
-    one opaque blob per transport, at most `MAX_TRANSPORT_BYTES` each. Owned layers and regions are kept in order.
+    one opaque blob per transport, at most `MAX_TRANSPORT_BYTES` each. `staging` is None where nothing is packed. Owned
+    layers and regions are kept in order.
     Raises `InvalidInput` naming the worker and the field.
     """
 
@@ -115,6 +117,7 @@ class RankInfo:
     regions: tuple[Region, ...]
     control_endpoint: Address
     transports: Mapping[str, bytes]
+    staging: StagingArea | None = None
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)

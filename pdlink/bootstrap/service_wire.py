@@ -20,6 +20,7 @@ from pdlink.bootstrap.messages import (
     WorkerKey,
 )
 from pdlink.errors import FrameError
+from pdlink.layout.staging import StagingArea
 from pdlink.v1 import bootstrap_pb2 as pb
 
 MAX_REQUEST_BYTES = 4 << 20
@@ -88,6 +89,7 @@ def pack_rank_info(value: RankInfo) -> pb.RankInfo:
         regions=wire.pack_regions(value.regions),
         control_endpoint=str(value.control_endpoint),
         transports=[pb.Transport(name=name, data=data) for name, data in value.transports.items()],
+        staging=_pack_staging(value.staging),
     )
 
 
@@ -102,6 +104,7 @@ def unpack_rank_info(message: pb.RankInfo) -> RankInfo:
             wire.unpack_regions(message.regions),
             _unpack_address(message.control_endpoint),
             _unpack_transports(message.transports),
+            _unpack_staging(message),
         )
 
 
@@ -186,6 +189,19 @@ def _unpack_transports(messages: Sequence[pb.Transport]) -> dict[str, bytes]:
     if len(transports) != len(messages):
         raise FrameError("transports name one twice")
     return transports
+
+
+def _pack_staging(area: StagingArea | None) -> pb.StagingArea | None:
+    if area is None:
+        return None
+    return pb.StagingArea(base_address=area.base_address, slot_bytes=area.slot_bytes, num_slots=area.num_slots)
+
+
+def _unpack_staging(message: pb.RankInfo) -> StagingArea | None:
+    if not message.HasField("staging"):
+        return None
+    area = message.staging
+    return StagingArea(area.base_address, area.slot_bytes, area.num_slots)
 
 
 def _require(message: pb.Registration | pb.RankInfo | pb.PrefillServerInfo, what: str, *fields: str) -> None:

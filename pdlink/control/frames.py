@@ -121,6 +121,11 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
+    """Decode -> prefill: pack page positions [first_page, first_page + num_pages) of the Ready of `sequence`.
+
+    A ticket is used once per attempt; the same Stage again asks for its answer again.
+    """
+
     ticket: int
     sequence: int
     first_page: int
@@ -130,6 +135,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
+    """Prefill -> decode: packed in the order of `cells_in_order(layers)`, and within a cell of the page positions.
+
+    `offset` is that of the slot in the owner's staging area; `generation` that of the publication, looked at when the
+    packing was over.
+    """
+
     ticket: int
     slot: int
     offset: int
@@ -140,7 +151,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Credit:
+    """Decode -> prefill: these slots may be used again. `stamps` are those of the Staged frames that gave them."""
+
     slots: tuple[int, ...]
+    stamps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

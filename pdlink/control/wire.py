@@ -246,6 +246,17 @@ def _pack_staged(body: fr.Staged, out: pb.Staged) -> None:
     out.stamp, out.generation = body.stamp, body.generation
 
 
+def _pack_credit(body: fr.Credit, out: pb.Credit) -> None:
+    out.slots.extend(body.slots)
+    out.stamps.extend(body.stamps)
+
+
+def _credit(message: pb.Credit) -> fr.Credit:
+    pairs = (len(message.slots), len(message.stamps))
+    _need(pairs[1] in (0, pairs[0]), f"{pairs[0]} slots and {pairs[1]} stamps do not pair")
+    return fr.Credit(tuple(message.slots), tuple(message.stamps))
+
+
 def _pack_pong(body: fr.Pong, out: pb.Pong) -> None:
     out.nonce, out.incarnation = body.nonce, body.incarnation
 
@@ -262,7 +273,7 @@ _PACK: dict[type[Any], tuple[str, Callable[[Any, Any], None]]] = {
     fr.Failed: ("failed", lambda body, out: _pack_cause(body.cause, out.cause)),
     fr.Stage: ("stage", _pack_stage),
     fr.Staged: ("staged", _pack_staged),
-    fr.Credit: ("credit", lambda body, out: out.slots.extend(body.slots)),
+    fr.Credit: ("credit", _pack_credit),
     fr.Ping: ("ping", lambda body, out: setattr(out, "nonce", body.nonce)),
     fr.Pong: ("pong", _pack_pong),
 }
@@ -279,7 +290,7 @@ _UNPACK: dict[str, Callable[[Any], fr.Body]] = {
     "failed": lambda m: fr.Failed(_cause(m.cause)),
     "stage": lambda m: fr.Stage(m.ticket, m.sequence, m.first_page, m.num_pages, _layers(m.layers)),
     "staged": lambda m: fr.Staged(m.ticket, m.slot, m.offset, m.nbytes, m.stamp, m.generation),
-    "credit": lambda m: fr.Credit(tuple(m.slots)),
+    "credit": _credit,
     "ping": lambda m: fr.Ping(m.nonce),
     "pong": lambda m: fr.Pong(m.nonce, m.incarnation),
 }

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from pdlink.control.frames import Body
 from pdlink.transfer.descriptors import Int64Array, PullBatch
 from pdlink.transfer.digests import Digests
@@ -28,7 +30,11 @@ class Resubscribe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pull:
-    """Move `batch`; afterwards compare `digests` (uint64 [rows, pages]) of the destination when there are any."""
+    """Move `batch`; afterwards compare `digests` (uint64 [rows, pages]) of the destination when there are any.
+
+    `cells` are the (component, layer) of `rows`; `pages` are own pages, for page positions from `first_page` on of what
+    the Ready of `sequence` announced in `generation`.
+    """
 
     worker_id: str
     ticket: int
@@ -37,6 +43,15 @@ class Pull:
     rows: Int64Array
     pages: Int64Array
     digests: Digests | None
+    cells: tuple[tuple[str, int], ...]
+    sequence: int
+    generation: int
+    first_page: int
+
+    @property
+    def packing_order(self) -> Int64Array:
+        """Positions in `cells`, in the order in which both sides pack them: by component, then by layer."""
+        return np.array(sorted(range(len(self.cells)), key=self.cells.__getitem__), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from pdlink.address import Address
 from pdlink.backends.base import Backend
+from pdlink.backends.staging import Arena
 from pdlink.bootstrap import compat
 from pdlink.bootstrap.client import BootstrapClient
 from pdlink.bootstrap.messages import PrefillServerInfo, RankInfo, Side
@@ -23,6 +24,7 @@ from pdlink.control.frames import Frame
 from pdlink.control.loop import Channel, ControlLoop
 from pdlink.decode.actions import MergePlan
 from pdlink.decode.puller import Puller
+from pdlink.decode.way_picker import WayPicker
 from pdlink.errors import InvalidInput, PdlinkError, StateError
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
@@ -93,7 +95,9 @@ class LinkTable:
         events: Events,
         on_frame: Callable[[str, Frame], None],
         on_replaced: Callable[[PrefillInstance, Mapping[str, int]], None],
+        arena: Arena | None = None,
     ) -> None:
+        self._arena = arena
         self._layout = layout
         self._side = side
         self._settings = settings
@@ -210,6 +214,5 @@ class LinkTable:
 
     def _connect(self, rank: RankInfo) -> RankLink:
         channel = self._loop.connect(rank.control_endpoint, lambda frame: self._on_frame(rank.worker_id, frame))
-        return RankLink(
-            rank, channel, Puller(rank, self._backends, self._settings.drain_timeout_s, self._loop.call_soon)
-        )
+        ways = WayPicker(rank, self._settings, self._arena, self._events)
+        return RankLink(rank, channel, Puller(rank, self._backends, self._settings, self._loop.call_soon, ways))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from pdlink.control.frames import AbortAck, Body, Failed, Frame, Ready, Refused, Subscribed, Verdict
+from pdlink.control.frames import AbortAck, Body, Credit, Failed, Frame, Ready, Refused, Staged, Subscribed, Verdict
 from pdlink.decode.links import Link, PrefillInstance
 from pdlink.decode.merge import Merge
 from pdlink.decode.receiver import Receiver, ReceiveResult
@@ -28,6 +28,8 @@ class Live:
     shown: ReceiverState | None = None
     backends: dict[str, str] = field(default_factory=dict)
     """Which backend served each owner."""
+    ways: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By which ways its pulls moved, in the order in which they were first used."""
 
     @property
     def key(self) -> tuple[str, int]:
@@ -42,8 +44,11 @@ class Live:
 
     def on_pulled(self, worker_id: str, ticket: int, failure: Failure | None, now: float) -> None:
         assert self.link is not None
-        if name := self.link.ranks[worker_id].puller.stats.backend:
+        puller = self.link.ranks[worker_id].puller
+        if name := puller.stats.backend:
             self.backends[worker_id] = name
+        if puller.ways.last:
+            self.ways[worker_id] = tuple(dict.fromkeys((*self.ways.get(worker_id, ()), puller.ways.last.way.value)))
         self.merge.on_pulled(worker_id, ticket, failure, now)
 
     def dispatch(self, worker_id: str, body: Body, now: float) -> bool:
@@ -59,9 +64,17 @@ class Live:
             merge.on_refused(worker_id, body.cause, now)
         elif isinstance(body, AbortAck):
             merge.on_abort_ack(worker_id, now)
+        elif isinstance(body, Staged):
+            self._on_staged(worker_id, body)
         else:
             return False
         return True
+
+    def _on_staged(self, worker_id: str, body: Staged) -> None:
+        """For the puller; a slot that it does not read (any more) goes back, as its credit may have been lost."""
+        assert self.link is not None
+        if not self.link.ranks[worker_id].puller.ways.inbox.put(self.key, body):
+            self.send(worker_id, Credit((body.slot,), (body.stamp,)))
 
     def show(self) -> bool:
         """Make the merge's state visible to the engine; whether it has changed."""
@@ -72,7 +85,7 @@ class Live:
         result = None
         if state is ReceiverState.DONE:
             result = ReceiveResult(
-                merge.aux, dict(merge.num_bytes), self.backends, merge.num_descriptors, merge.elapsed_s
+                merge.aux, dict(merge.num_bytes), self.backends, merge.num_descriptors, merge.elapsed_s, self.ways
             )
         self.receiver.update(state, merge.failure, result)
         return True

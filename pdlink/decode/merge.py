@@ -277,12 +277,14 @@ class Merge:
         owner.pulling[self._tickets] = _Claim(body.group, rows, start - first, stop - first)
         self.num_bytes[worker_id] = self.num_bytes.get(worker_id, 0) + batch.nbytes
         self.num_descriptors += batch.num_descriptors
+        named = planner.groups[body.group].cells
+        cells = tuple(named[row] for row in rows.tolist())
         digests = None
         if body.digests is not None:
             order = {cell: row for row, cell in enumerate(cells_in_order(body.layers))}
-            cells = planner.groups[body.group].cells
-            digests = body.digests[[order[cells[row]] for row in rows.tolist()], cut]
-        self._actions.append(Pull(worker_id, self._tickets, batch, body.group, rows, target, digests))
+            digests = body.digests[[order[cell] for cell in cells], cut]
+        said = (cells, body.sequence, body.generation, start)
+        self._actions.append(Pull(worker_id, self._tickets, batch, body.group, rows, target, digests, *said))
 
     def _on_last(self, worker_id: str, owner: _Owner, body: Ready, now: float) -> None:
         assert self._plan is not None

@@ -8,6 +8,7 @@ two thread switches around it, of which a request from many ranks would pay many
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
@@ -20,12 +21,17 @@ from typing import TypeAlias
 from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.registry import Choice, choose
 from pdlink.bootstrap.messages import RankInfo
+from pdlink.config import Settings
+from pdlink.control.frames import Body
 from pdlink.decode.actions import Pull
+from pdlink.decode.staged_pull import StagedPull
+from pdlink.decode.way_picker import WayPicker
 from pdlink.errors import BackendError, PeerGone, RegionError
 from pdlink.layout.regions import Region
 from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.digests import first_difference, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.ways import Way
 
 log = logging.getLogger("pdlink.decode")
 
@@ -40,7 +46,9 @@ CallSoon: TypeAlias = Callable[[Callable[[], None]], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
-    """A pull to make. `stop` is set when its request is draining.
+    """A pull to make, of the attempt `key` (transfer id, attempt). `stop` is set when its request is draining.
+
+    `send` takes frames about the request to its owner.
 
     On the thread that pulls, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
     it is quiet.
@@ -51,6 +59,8 @@ class PullJob:
     stop: threading.Event
     failing: Callable[[Failure], None]
     done: Callable[[Failure | None], None]
+    key: tuple[str, int]
+    send: Callable[[Body], None]
 
 
 @dataclass(slots=True)
@@ -71,12 +81,13 @@ class Puller:
     """
 
     def __init__(
-        self, rank: RankInfo, backends: Mapping[str, Backend], settle_timeout_s: float, call_soon: CallSoon
+        self, rank: RankInfo, backends: Mapping[str, Backend], settings: Settings, call_soon: CallSoon, ways: WayPicker
     ) -> None:
         self.rank = rank
+        self.ways = ways
         self.stats = PullStats()
         self._backends = backends
-        self._settle_timeout_s = settle_timeout_s
+        self._settle_timeout_s = settings.drain_timeout_s
         self._call_soon = call_soon
         self._turn = threading.Lock()
         """Held by the thread that uses the backend: one at a time for a peer."""
@@ -84,6 +95,7 @@ class Puller:
         self._num_inline = 0
         self._ended = False
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
+        self._tickets = itertools.count(1)
         self._choice: Choice | None = None
         self._thread = threading.Thread(target=self._run, name=f"pdlink-pull-{rank.worker_id}", daemon=True)
         self._thread.start()
@@ -140,6 +152,7 @@ class Puller:
         choice = self._choice
         return (
             choice is not None
+            and not self.ways.may_stage(choice.backend)
             and choice.backend.capabilities.works_in_poll
             and job.pull.digests is None
             and job.pull.batch.nbytes <= INLINE_BYTES
@@ -191,7 +204,14 @@ class Puller:
 
     def _move(self, job: PullJob) -> Failure | None:
         backend = self._connected()
-        handle = self._submit(backend, job.pull.batch)
+        if self.ways.pick(job.pull, backend).way is not Way.STAGED:
+            return self._finish(backend, self._submit(backend, job.pull.batch), job)
+        assert self.ways.staging is not None
+        wire = _JobWire(self, backend, job)
+        return StagedPull(self.ways.staging, job.pull, job.key, self._tickets, job.send, job.stop.is_set, wire).run()
+
+    def _finish(self, backend: Backend, handle: PullHandle, job: PullJob) -> Failure | None:
+        """Wait for the end of a posted pull; it is quiet then, also when this raises."""
         try:
             while (status := backend.poll(handle)) is PullStatus.PENDING and not job.stop.is_set():
                 if not backend.capabilities.works_in_poll:
@@ -280,3 +300,21 @@ class Puller:
         )
         fix = "look for an engine that writes published pages, or for a faulty link"
         return Failure(FailureReason.DIGEST, text, self.rank.worker_id, fix=fix)
+
+
+@dataclass(frozen=True, slots=True)
+class _JobWire:
+    """The puller's backend as the pieces of one staged pull use it."""
+
+    puller: Puller
+    backend: Backend
+    job: PullJob
+
+    def start(self, batch: PullBatch) -> PullHandle:
+        return self.puller._submit(self.backend, batch)
+
+    def finish(self, handle: PullHandle) -> Failure | None:
+        return self.puller._finish(self.backend, handle, self.job)
+
+    def drop(self, handle: PullHandle) -> None:
+        self.puller._quieten(self.backend, handle)

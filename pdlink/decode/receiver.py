@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdlink.errors import DeadlineExceeded, TransferFailed
 from pdlink.transfer.failure import Failure
@@ -30,7 +30,8 @@ SPIN_WAIT_S = 500e-6
 class ReceiveResult:
     """What a finished receive brought. `elapsed_s` runs from open to the end.
 
-    `num_bytes` and `backends` are per owner that bytes came from: how many, and over which backend.
+    `num_bytes`, `backends` and `ways` are per owner that bytes came from: how many, over which backend, and by which
+    ways ("direct", "staged", "mapped"). `num_descriptors` are those of the direct way.
     """
 
     aux: bytes | None
@@ -38,6 +39,7 @@ class ReceiveResult:
     backends: Mapping[str, str]
     num_descriptors: int
     elapsed_s: float
+    ways: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Receiver:

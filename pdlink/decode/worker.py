@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from pdlink.backends.base import Backend
+from pdlink.backends.staging import Arena
 from pdlink.bootstrap.messages import PROTOCOL, Endpoint, ProtocolRange, Side
 from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.config import Settings
@@ -64,7 +65,9 @@ class DecodeWorker:
         backends: Mapping[str, Backend],
         events: Events,
         protocol: ProtocolRange = PROTOCOL,
+        arena: Arena | None = None,
     ) -> None:
+        """`arena` is where packed pages come in, if anywhere; it outlives the worker."""
         self.instance = instance
         self.layout = layout
         self.events = events
@@ -78,12 +81,14 @@ class DecodeWorker:
         self._live: dict[tuple[str, int], Live] = {}
         self._newest: dict[str, Live] = {}
         self._closed = False
+        self._quiet = True
         for region in self._regions:
             check_region(region, layout)
             for backend in backends.values():
                 backend.register(region)
         self._pool_pages = _pool_pages(layout, self._regions)
-        self._links = LinkTable(layout, self._side, settings, loop, backends, events, self._on_frame, self._on_replaced)
+        told = (self._on_frame, self._on_replaced)
+        self._links = LinkTable(layout, self._side, settings, loop, backends, events, *told, arena)
         self._resolvers = ThreadPoolExecutor(RESOLVE_THREADS, thread_name_prefix="pdlink-resolve")
         self._timer = loop.call_later(TICK_S, self._tick)
 
@@ -91,6 +96,11 @@ class DecodeWorker:
     def num_receives(self) -> int:
         """Requests that run, or still say goodbye to an owner."""
         return len(self._live)
+
+    @property
+    def is_quiet(self) -> bool:
+        """After `close`: whether nothing can land in memory of this process any more."""
+        return self._quiet
 
     def receive(
         self,
@@ -132,6 +142,12 @@ class DecodeWorker:
                 self._resolvers.submit(self._resolve, live)
         return live.receiver
 
+    def explain(self, prefill: PrefillInstance) -> dict[str, str]:
+        """Worker id -> how the newest pull from that rank moved and why, where there was one."""
+        link = self._links.known(prefill)
+        told = {worker_id: one.puller.ways.explain() for worker_id, one in link.ranks.items()} if link else {}
+        return {worker_id: text for worker_id, text in told.items() if text}
+
     def close(self) -> None:
         """Abort every live request, wait for their pulls to be quiet, and end the threads.
 
@@ -147,7 +163,7 @@ class DecodeWorker:
                 self._act(live)
         self._timer.cancel()
         self._resolvers.shutdown(wait=False, cancel_futures=True)
-        quiet = self._links.close()
+        quiet = self._quiet = self._links.close()
         with self._lock:
             for live in list(self._live.values()):
                 live.merge.tick(self._loop.clock() + self._settings.abort_ack_timeout_s)
@@ -313,6 +329,8 @@ class DecodeWorker:
                 live.stop,
                 lambda failure: self._on_pull_failing(live, pull, failure),
                 lambda failure: self._on_pulled(live, pull, failure),
+                live.key,
+                lambda body: live.send(pull.worker_id, body),
             )
         )
 

@@ -146,6 +146,19 @@ class Sender:
         """The attempts that have taken part: each belongs to this request and to no later one of the same id."""
         return tuple(reader.attempt for reader in self._readers.values())
 
+    def is_reading(self, attempt: int) -> bool:
+        """Whether `attempt` may still pull: it is a reader of this request, and neither has ended."""
+        if self._state.now.is_final:
+            return False
+        return any(reader.attempt == attempt and not reader.through for reader in self._readers.values())
+
+    def publication(self, sequence: int) -> Publication | None:
+        return self._publications[sequence] if 0 <= sequence < len(self._publications) else None
+
+    def touch(self) -> None:
+        """A reader is at work: the lease begins anew."""
+        self._active = self._clock()
+
     def must_wait(self, readers: ReaderSet, attempt: int) -> bool:
         """Whether `attempt` must wait: an earlier attempt of that reader has not drained, or this request goes on
         without it because it has released."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from pdlink.address import Address, advertised
 from pdlink.backends.base import Backend
+from pdlink.backends.staging import Arena
 from pdlink.bootstrap import compat
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration, Side
@@ -24,11 +25,13 @@ from pdlink.control.frames import (
     Abort,
     AbortAck,
     Body,
+    Credit,
     Frame,
     Ping,
     Pong,
     Refused,
     Release,
+    Stage,
     Subscribe,
     Subscribed,
     Verdict,
@@ -46,6 +49,7 @@ from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.early import Early
 from pdlink.prefill.leases import AnswerBook, ExpiringBook
 from pdlink.prefill.sender import Send, Sender
+from pdlink.prefill.stage_desk import StageDesk
 from pdlink.transfer.failure import Failure, FailureReason
 
 log = logging.getLogger("pdlink.prefill")
@@ -80,8 +84,15 @@ class PrefillWorker:
     """One prefill rank. `open` a request, publish through the `Sender` it returns. `close` twice is fine."""
 
     def __init__(
-        self, rank: PrefillRank, settings: Settings, loop: ControlLoop, backends: Mapping[str, Backend], events: Events
+        self,
+        rank: PrefillRank,
+        settings: Settings,
+        loop: ControlLoop,
+        backends: Mapping[str, Backend],
+        events: Events,
+        arena: Arena | None = None,
     ) -> None:
+        """`arena` is where pages are packed, if anywhere; it outlives the worker."""
         self.rank = rank
         self.events = events
         self._settings = settings
@@ -97,6 +108,8 @@ class PrefillWorker:
         for region in rank.regions:
             for backend in backends.values():
                 backend.register(region)
+        find, answers = self._senders.get, self._answers
+        self._desk = StageDesk(self._facts, arena, settings, self._lock, loop.clock, self._send, find, answers)
         self._server = loop.bind(Address(settings.bind_host, 0), self._on_frame)
         self._timer = loop.call_later(HOUSEKEEPING_S, self._housekeep)
         self._keeper: RegistrationKeeper | None = None
@@ -120,6 +133,7 @@ class PrefillWorker:
             tuple(self.rank.regions),
             self.control_endpoint,
             {name: backend.endpoint() for name, backend in self._backends.items()},
+            self._desk.arena.area if self._desk.arena else None,
         )
         rank = self.rank
         return Registration(rank.instance, rank.protocol, rank.layout, rank.sizes, dict(rank.kinds), info)
@@ -173,6 +187,7 @@ class PrefillWorker:
             for sender in self._senders.values():
                 sender.abort(f"prefill worker {self.rank.worker_id} is closing")
         self._timer.cancel()
+        self._desk.close()
         if self._keeper:
             self._keeper.close()
         self._server.close()
@@ -194,8 +209,14 @@ class PrefillWorker:
                 self._on_subscribe(route, frame, body)
             elif isinstance(body, Release):
                 self._on_release(route, frame, body)
+                self._desk.look(frame.transfer_id, frame.attempt)
             elif isinstance(body, Abort):
                 self._on_abort(route, frame, body)
+                self._desk.look(frame.transfer_id, frame.attempt)
+            elif isinstance(body, Stage):
+                self._desk.on_stage(route, frame, body)
+            elif isinstance(body, Credit):
+                self._desk.on_credit(frame, body)
             else:
                 self.events.emit("control.unexpected", worker_id=self.rank.worker_id, kind=type(body).__name__)
 
@@ -322,8 +343,11 @@ class PrefillWorker:
             if not self._answers.get(key, now):
                 self._answers.put(key, AbortAck(), now)
 
+    def _send(self, route: bytes, frame: Frame) -> None:
+        self._server.send(route, frame)
+
     def _reply(self, route: bytes, frame: Frame, body: Body) -> None:
-        self._server.send(route, Frame(frame.transfer_id, frame.attempt, body))
+        self._send(route, Frame(frame.transfer_id, frame.attempt, body))
 
     def _sender_send(self, transfer_id: str) -> Send:
         def send(route: bytes, attempt: int, body: Body) -> None:
@@ -341,6 +365,7 @@ class PrefillWorker:
                 sender.expire(now)
                 if sender.ended_at is not None and now - sender.ended_at > self._settings.verdict_ttl_s:
                     del self._senders[transfer_id]
+            self._desk.sweep()
             if all(sender.poll().is_final for sender in self._senders.values()):
                 self._serve(0)
             self._early.expire(now)

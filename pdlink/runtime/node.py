@@ -11,6 +11,7 @@ from types import TracebackType
 from pdlink.address import Address
 from pdlink.backends.base import Backend
 from pdlink.backends.registry import open_backends
+from pdlink.backends.staging import Arena, open_arena
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange
 from pdlink.config import Settings, load_settings
 from pdlink.control.loop import ControlLoop
@@ -35,6 +36,7 @@ class Node:
         self.backends: dict[str, Backend] = open_backends(self.settings.backends, self.settings)
         self._loop = ControlLoop(self.settings.max_frame_bytes, self.events).start()
         self._workers: list[PrefillWorker | DecodeWorker] = []
+        self._arenas: dict[str, Arena | None] = {}
         self._closed = False
 
     @property
@@ -43,7 +45,9 @@ class Node:
 
     def prefill(self, rank: PrefillRank, bootstraps: Sequence[Address] = ()) -> PrefillWorker:
         """A prefill rank, which registers with every one of `bootstraps`."""
-        worker = PrefillWorker(rank, self.settings, self._check_open(), self.backends, self.events)
+        loop = self._check_open()
+        arena = self._arena("prefill") if rank.regions else None
+        worker = PrefillWorker(rank, self.settings, loop, self.backends, self.events, arena)
         self._workers.append(worker)
         if bootstraps:
             worker.register(bootstraps)
@@ -54,7 +58,8 @@ class Node:
     ) -> DecodeWorker:
         """A decode rank that pulls into `regions`."""
         loop = self._check_open()
-        worker = DecodeWorker(instance, layout, regions, self.settings, loop, self.backends, self.events, protocol)
+        rest = (self.settings, loop, self.backends, self.events, protocol, self._arena("decode"))
+        worker = DecodeWorker(instance, layout, regions, *rest)
         self._workers.append(worker)
         return worker
 
@@ -65,8 +70,19 @@ class Node:
         for worker in reversed(self._workers):
             worker.close()
         self._loop.close()
+        quiet = all(worker.is_quiet for worker in self._workers if isinstance(worker, DecodeWorker))
+        for arena in self._arenas.values() if quiet else ():  # else something may still land in a slot
+            if arena:
+                arena.close()
         for backend in self.backends.values():
             backend.close()
+
+    def _arena(self, role: str) -> Arena | None:
+        """The staging memory of a role. Each has its own: while decode waits for an owner elsewhere, it must not hold
+        what the owners here need to serve others."""
+        if role not in self._arenas:
+            self._arenas[role] = open_arena(self.settings, self.backends)
+        return self._arenas[role]
 
     def _check_open(self) -> ControlLoop:
         if self._closed:

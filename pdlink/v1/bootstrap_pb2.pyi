@@ -27,8 +27,18 @@ class Transport(_message.Message):
     data: bytes
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class StagingArea(_message.Message):
+    __slots__ = ("base_address", "slot_bytes", "num_slots")
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    base_address: int
+    slot_bytes: int
+    num_slots: int
+    def __init__(self, base_address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+
 class RankInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "coordinates", "owned", "regions", "control_endpoint", "transports")
+    __slots__ = ("worker_id", "incarnation", "coordinates", "owned", "regions", "control_endpoint", "transports", "staging")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     COORDINATES_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +46,7 @@ class RankInfo(_message.Message):
     REGIONS_FIELD_NUMBER: _ClassVar[int]
     CONTROL_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    STAGING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     coordinates: _common_pb2.RankCoordinates
@@ -43,7 +54,8 @@ class RankInfo(_message.Message):
     regions: _containers.RepeatedCompositeFieldContainer[_common_pb2.RegionSet]
     control_endpoint: str
     transports: _containers.RepeatedCompositeFieldContainer[Transport]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., coordinates: _Optional[_Union[_common_pb2.RankCoordinates, _Mapping]] = ..., owned: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.RegionSet, _Mapping]]] = ..., control_endpoint: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ...) -> None: ...
+    staging: StagingArea
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., coordinates: _Optional[_Union[_common_pb2.RankCoordinates, _Mapping]] = ..., owned: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.RegionSet, _Mapping]]] = ..., control_endpoint: _Optional[str] = ..., transports: _Optional[_Iterable[_Union[Transport, _Mapping]]] = ..., staging: _Optional[_Union[StagingArea, _Mapping]] = ...) -> None: ...
 
 class Registration(_message.Message):
     __slots__ = ("instance", "protocol", "layout", "sizes", "kinds", "rank")

@@ -198,10 +198,12 @@ class Staged(_message.Message):
     def __init__(self, ticket: _Optional[int] = ..., slot: _Optional[int] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ..., stamp: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Credit(_message.Message):
-    __slots__ = ("slots",)
+    __slots__ = ("slots", "stamps")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    stamps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, slots: _Optional[_Iterable[int]] = ..., stamps: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)

@@ -1,0 +1,130 @@
+"""Owns what a prefill worker answers to staging frames: who may have pages packed, and the refusal of everyone else.
+
+The slots and the packing are the stager's. All of it runs under the worker's lock but `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from pdlink.backends.staging import Arena
+from pdlink.config import Settings
+from pdlink.control.frames import Body, Credit, Failed, Frame, Stage, Verdict
+from pdlink.errors import InvalidInput
+from pdlink.prefill.chunk import RankFacts
+from pdlink.prefill.leases import AnswerBook
+from pdlink.prefill.sender import Sender
+from pdlink.prefill.stage_job import build_job
+from pdlink.prefill.stager import Key, Stager
+from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.states import SenderState
+
+
+class StageDesk:
+    """The staging frames of one prefill worker. Without an `arena` it refuses every Stage."""
+
+    def __init__(
+        self,
+        rank: RankFacts,
+        arena: Arena | None,
+        settings: Settings,
+        lock: threading.RLock,
+        clock: Callable[[], float],
+        send: Callable[[bytes, Frame], None],
+        sender_of: Callable[[str], Sender | None],
+        answers: AnswerBook,
+    ) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._send = send
+        self._sender_of = sender_of
+        self._answers = answers
+        self._stager: Stager | None = None
+        if arena and rank.regions:
+            self._stager = Stager(
+                rank.worker_id,
+                arena,
+                settings,
+                lock,
+                clock,
+                lambda route, transfer_id, attempt, body: send(route, Frame(transfer_id, attempt, body)),
+                self._may_read,
+                self._kept_too_long,
+                self._taken_back,
+            )
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where this rank packs; None where it packs nothing."""
+        return self._stager.arena if self._stager else None
+
+    def on_stage(self, route: bytes, frame: Frame, body: Stage) -> None:
+        key = (frame.transfer_id, frame.attempt)
+        sender = self._sender_of(frame.transfer_id)
+        if self._answers.get(key, self._clock()) or (sender and sender.poll() is SenderState.RELEASED):
+            return  # a late repeat of an attempt that is over
+        stager = self._stager
+        if stager is None:
+            text, fix = "this rank has no staging memory", "set PDLINK_STAGING_SLOTS on prefill"
+            self._fail(route, frame, Failure(FailureReason.LIMIT, text, fix=fix))
+        elif sender is None or not sender.is_reading(frame.attempt):
+            text = "whoever asks for pages to be staged is no reader of this request (any more)"
+            known = sender.failure if sender else None
+            self._fail(route, frame, known or Failure(FailureReason.STALE, text))
+        elif not stager.knows(key, body.ticket):
+            self._admit(stager, sender, route, frame, body)
+
+    def on_credit(self, frame: Frame, body: Credit) -> None:
+        if self._stager:
+            self._stager.credit((frame.transfer_id, frame.attempt), body)
+
+    def look(self, transfer_id: str, attempt: int) -> None:
+        """Take slots back from an attempt that has ended."""
+        if self._stager:
+            self._stager.look((transfer_id, attempt))
+
+    def sweep(self) -> None:
+        if self._stager:
+            self._stager.sweep()
+
+    def close(self) -> None:
+        """End the packing; nothing reads the rank's regions when this returns. Not under the worker's lock."""
+        if self._stager:
+            self._stager.close()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _admit(self, stager: Stager, sender: Sender, route: bytes, frame: Frame, body: Stage) -> None:
+        sender.touch()
+        try:
+            publication = sender.publication(body.sequence)
+            if publication is None:
+                raise InvalidInput(f"{self._rank.worker_id} has no publication {body.sequence} to stage pages of")
+            job = build_job(self._rank, publication, body, stager.arena.area.slot_bytes)
+        except InvalidInput as error:
+            self._fail(route, frame, Failure(FailureReason.PLAN, str(error)))
+            return
+        stager.stage((frame.transfer_id, frame.attempt), body.ticket, route, job)
+
+    def _fail(self, route: bytes, frame: Frame, cause: Failure) -> None:
+        answer: Body = Failed(cause.at("staging", self._rank.worker_id))
+        self._send(route, Frame(frame.transfer_id, frame.attempt, answer))
+
+    def _may_read(self, key: Key) -> bool:
+        sender = self._sender_of(key[0])
+        return sender is not None and sender.is_reading(key[1])
+
+    def _kept_too_long(self, key: Key, cause: Failure) -> None:
+        """The reader may still read what is packed there next, so that its request must not end well."""
+        sender = self._sender_of(key[0])
+        if sender:
+            sender.fail(cause)
+
+    def _taken_back(self, key: Key) -> None:
+        """An attempt lost its slots. Where the request goes on with another, a release of this one is refused."""
+        sender = self._sender_of(key[0])
+        now = self._clock()
+        if sender and not sender.poll().is_final and not self._answers.get(key, now):
+            text = "a newer attempt of this reader took its place"
+            self._answers.put(key, Verdict(False, Failure(FailureReason.STALE, text, self._rank.worker_id)), now)
