@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from contextlib import ExitStack
 
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.nixl_endpoint import RegionTable
@@ -114,9 +115,10 @@ class NixlBackend(Backend):
         with self._lock:
             self._closed = True
             links, self._links = list(self._links.values()), {}
-        for link in links:
-            link.take_down("the backend was closed")
-        self._server.close()
+        with ExitStack() as stack:  # whatever one of them raises, the others are taken down too
+            stack.callback(self._server.close)
+            for link in links:
+                stack.callback(link.take_down, "the backend was closed")
 
     def _drop(self, peer: Peer, why: str) -> None:
         with self._lock:

@@ -123,7 +123,9 @@ class NixlLink:
         that its posts are over."""
         with self.lock:
             pull.fail(BackendError("the pull was stopped before all of it had landed"))
-            if not self.is_down:
+            if self.is_down:
+                self.agent.destroy()  # raises while it is not proved
+            else:
                 self._reap(pull)
             if pull.posted and self._is_dead:
                 self.take_down("its connection has failed")

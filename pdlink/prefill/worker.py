@@ -37,7 +37,7 @@ from pdlink.control.frames import (
     Verdict,
 )
 from pdlink.control.loop import ControlLoop
-from pdlink.errors import DuplicateTransfer, InvalidInput, LayoutError, StateError
+from pdlink.errors import DuplicateTransfer, InvalidInput, LayoutError, RegionError, StateError
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.election import may_send_aux
@@ -132,7 +132,7 @@ class PrefillWorker:
             {name: tuple(ids) for name, ids in self.rank.owned.items()},
             tuple(self.rank.regions),
             self.control_endpoint,
-            {name: backend.endpoint() for name, backend in self._backends.items()},
+            self._transports(),
             self._desk.arena.area if self._desk.arena else None,
         )
         rank = self.rank
@@ -274,6 +274,21 @@ class PrefillWorker:
         self._reply(route, frame, AbortAck())
         if sender is None:
             self._keep_early(route, frame, body)
+
+    def _transports(self) -> dict[str, bytes]:
+        """The endpoints that peers may choose from. A backend that cannot serve these regions is left out, with a
+        warning; when none can, its `RegionError` is raised."""
+        offered: dict[str, bytes] = {}
+        refusals: list[RegionError] = []
+        for name, backend in self._backends.items():
+            try:
+                offered[name] = backend.endpoint()
+            except RegionError as error:
+                refusals.append(error)
+                log.warning("%s does not offer backend %s: %s", self.rank.worker_id, name, error)
+        if refusals and not offered:
+            raise refusals[0]
+        return offered
 
     def _serve(self, num_readers: int) -> None:
         """Let engines that must be driven while they are read know."""

@@ -23,6 +23,7 @@ from pdlink.testing.conformance.rig import (
     whole,
 )
 from pdlink.testing.conformance.setup import MemorySource
+from pdlink.testing.pattern import SENTINEL, page_patterns
 from pdlink.transfer.descriptors import PullBatch
 
 
@@ -59,6 +60,26 @@ def strided_regions_move_between_any_gaps(rig: Rig) -> None:
         backend.connect(owner.peer)
         pull(backend, whole(owner, pool))
         check_whole(owner, pool)
+
+
+def a_slice_of_every_page_arrives_in_its_place(rig: Rig) -> None:
+    """The middle of each page, as a rank pulls that needs some heads only: the rest of the page is not touched."""
+    owner, pool, backend = rig.ready(num_layers=2, num_pages=24, page_bytes=4096)
+    begin, end = 1024, 3072
+    pages = list(range(24))
+    batch = damaged(
+        make_batch(owner, pool, pages, pages[::-1]),
+        source_base=lambda base: base + begin,
+        destination_base=lambda base: base + begin,
+        page_bytes=lambda nbytes: nbytes * 0 + (end - begin),
+    )
+    pull(backend, batch)
+    for region in pool.regions:
+        found = pool.view(region.component, region.layer)
+        wanted = page_patterns(owner.spec.transfer_id, region.component, region.layer, pages[::-1], 4096)
+        check(np.array_equal(found[:, begin:end], wanted[:, begin:end]), f"layer {region.layer} has other bytes")
+        check(np.all(found[:, :begin] == SENTINEL), f"layer {region.layer}: bytes before the slice were written")
+        check(np.all(found[:, end:] == SENTINEL), f"layer {region.layer}: bytes after the slice were written")
 
 
 def offsets_beyond_two_gigabytes_are_exact(rig: Rig) -> None:

@@ -1,0 +1,224 @@
+"""What the nixl backend decides by itself, and how a process that has loaded nixl ends."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdlink.backends import nixl_endpoint, nixl_engine, nixl_pieces
+from pdlink.backends.nixl_endpoint import RegionTable, pack, unpack
+from pdlink.backends.nixl_engine import translate
+from pdlink.backends.nixl_pieces import Indexed, pieces
+from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
+from pdlink.layout import MemoryKind, Region
+from pdlink.transfer.descriptors import PullBatch
+from tests.transfer.values import Pair, make_layout
+
+
+def region(base=4096, pages=8, nbytes=64, gap=0, layer=0, **more):
+    return Region("latent", layer, base, nbytes + gap, nbytes, pages, **more)
+
+
+# --- endpoints ------------------------------------------------------------------------------------
+
+
+def test_an_endpoint_carries_metadata_and_regions():
+    table = RegionTable.of([region(1 << 40, 5, gap=8), region(4096, 3)])
+    metadata, found = unpack(pack(b"\x00meta\xff", table), "w0")
+    assert metadata == b"\x00meta\xff"
+    assert found.base.tolist() == [4096, 1 << 40]
+    assert found.spans.tolist() == table.spans.tolist()
+    assert found.first.tolist() == [0, 3]
+    assert found.memory is MemoryKind.HOST
+
+
+def test_an_endpoint_of_a_rank_without_regions_is_as_good():
+    metadata, found = unpack(pack(b"m", RegionTable.of([])), "w0")
+    assert metadata == b"m"
+    assert found.spans.shape == (0, 2)
+
+
+def test_two_devices_in_one_table_are_refused():
+    with pytest.raises(RegionError, match="2 devices"):
+        RegionTable.of([region(), region(1 << 20, memory=MemoryKind.CUDA, device=1)])
+
+
+def test_more_regions_than_an_endpoint_holds_are_refused():
+    noise = np.random.default_rng(1)
+    bases = np.cumsum(noise.integers(1 << 30, 1 << 45, 9000)).tolist()
+    with pytest.raises(RegionError, match="larger regions"):
+        pack(noise.bytes(1000), RegionTable.of(region(base) for base in bases))
+
+
+GOOD = pack(b"metadata", RegionTable.of([region()]))
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"pdlink-nixl/2\n" + GOOD[14:],
+        GOOD[:-3],
+        nixl_endpoint.MAGIC + nixl_endpoint.zlib.compress(b"\xff" * 20),
+        nixl_endpoint.MAGIC + nixl_endpoint.zlib.compress(bytes(8 << 20)),
+        GOOD + bytes(64 << 10),
+    ],
+)
+def test_an_endpoint_that_cannot_be_read_is_refused(blob):
+    with pytest.raises(BackendUnavailable, match="w7 offers a nixl endpoint that cannot be read"):
+        unpack(blob, "w7")
+
+
+@given(st.binary(max_size=200))
+def test_no_endpoint_raises_anything_else(noise):
+    for blob in (noise, nixl_endpoint.MAGIC + noise, nixl_endpoint.MAGIC + nixl_endpoint.zlib.compress(noise)):
+        with pytest.raises(BackendUnavailable):
+            unpack(blob, "w0")
+
+
+# --- pieces ---------------------------------------------------------------------------------------
+
+
+def addresses(table, index):
+    """(address, nbytes) of entries of a prepared list, as nixl counts them: region by region, page by page."""
+    rows = []
+    for base, nbytes, _, stride, count in table.strided_rows().tolist():
+        rows += [(base + page * stride, nbytes) for page in range(count)]
+    return [rows[one] for one in index]
+
+
+@given(
+    pages=st.lists(st.integers(0, 63), unique=True, min_size=1, max_size=64),
+    gap=st.sampled_from([0, 16]),
+    most=st.integers(1, 40),
+    sliced=st.booleans(),
+)
+def test_pieces_are_bounded_and_move_what_the_batch_moves(pages, gap, most, sliced):
+    pair = Pair.of(make_layout(4), gap=gap)
+    (batch, _) = pair.pull_all({"kv": pages}, {"kv": pages[::-1]})
+    if sliced:
+        (move,) = batch.moves
+        layers = replace(move.layers, page_bytes=move.layers.page_bytes - 4)
+        batch = PullBatch(batch.worker_id, (replace(move, layers=layers),))
+    own, theirs = RegionTable.of(pair.destination), RegionTable.of(pair.sources[0].regions)
+    wanted = set()
+    for plain in batch.expand():
+        wanted |= set(zip(plain.source.tolist(), plain.destination.tolist(), plain.nbytes.tolist(), strict=True))
+    moved = {}
+    before = nixl_pieces.MAX_DESCRIPTORS
+    nixl_pieces.MAX_DESCRIPTORS = most
+    try:
+        for piece in pieces(batch, own, theirs):
+            assert len(piece.own) == len(piece.theirs) <= most
+            assert isinstance(piece, Indexed) is not sliced
+            if isinstance(piece, Indexed):
+                ends = zip(addresses(theirs, piece.theirs), addresses(own, piece.own), strict=True)
+                moves = [(one[0], other[0], one[1]) for one, other in ends]
+            else:
+                moves = [
+                    (*ends, n) for *ends, n in zip(piece.theirs[:, 0], piece.own[:, 0], piece.own[:, 1], strict=True)
+                ]
+            for source, destination, nbytes in moves:
+                for byte in range(0, int(nbytes), 4):
+                    key = (int(source) + byte, int(destination) + byte)
+                    assert key not in moved
+                    moved[key] = 4
+    finally:
+        nixl_pieces.MAX_DESCRIPTORS = before
+    assert set(moved) == {(s + byte, d + byte) for s, d, nbytes in wanted for byte in range(0, nbytes, 4)}
+
+
+# --- the library ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nixlRemoteDisconnectError", PeerGone),
+        ("nixlNotFoundError", RegionError),
+        ("nixlInvalidParamError", RegionError),
+        ("nixlBackendError", BackendError),
+        ("nixlMismatchError", BackendError),
+    ],
+)
+def test_an_error_of_nixl_becomes_one_of_ours_with_its_name_and_text(name, kind):
+    error = translate(type(name, (Exception,), {})("NIXL_ERR_SOMETHING"), "read pages", "w3")
+    assert type(error) is kind
+    assert f"{name} (NIXL_ERR_SOMETHING)" in str(error)
+    assert "read pages" in str(error)
+
+
+def test_an_error_of_anybody_else_stays_what_it_is():
+    error = ValueError("a bug")
+    assert translate(error, "read pages") is error
+
+
+def test_without_the_library_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(nixl_engine, "PACKAGES", ("a_nixl_that_nobody_has",))
+    with pytest.raises(BackendUnavailable, match=r"pip install 'pdlink\[nixl-cu12\]'"):
+        nixl_engine.library.__wrapped__()
+
+
+def run(code, **env):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=50, env={**nixl_engine.os.environ, **env}
+    )
+
+
+OPEN = "from pdlink.backends.registry import open_backends\nbackend = open_backends('nixl')['nixl']\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("backend.close()", 0),
+        ("raise SystemExit(7)", 7),
+        ("raise ValueError('theirs')", 1),
+        ("import atexit; atexit.register(print, 'said at exit')", 0),
+    ],
+)
+def test_a_process_that_has_loaded_it_ends_as_it_wants(ending, code):
+    done = run(OPEN + "backend.endpoint()\n" + ending)
+    assert done.returncode == code, done.stderr
+    assert ("said at exit" in done.stdout) is ("said at exit" in ending)
+    assert done.stdout.replace("said at exit", "").strip() == "", "nixl and UCX write to standard output"
+
+
+def test_transports_that_cannot_start_are_an_error_that_names_them():
+    done = run("from pdlink.backends.registry import open_backends\nopen_backends('nixl')", UCX_TLS="shm,cma,self")
+    assert "BackendUnavailable: nixl failed to start an agent over UCX" in done.stderr
+    assert "UCX_TLS=shm,cma,self" in done.stderr
+
+
+def test_auto_leaves_it_out_when_it_cannot_start():
+    done = run(
+        "from pdlink.backends.registry import open_backends\nprint(*open_backends('auto'))", UCX_TLS="shm,cma,self"
+    )
+    assert "ipc" in done.stdout
+    assert "nixl" not in done.stdout
+
+
+def test_an_agent_that_something_still_holds_is_not_said_to_be_gone():
+    code = """
+from pdlink.backends.nixl_engine import Agent
+from pdlink.errors import BackendError
+agent = Agent()
+holder = agent.call("be held", lambda nixl: nixl.agent)
+for _ in range(2):
+    try:
+        agent.destroy()
+    except BackendError as error:
+        print("refused:", error)
+del holder
+agent.destroy()
+agent.destroy()
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is still in use, so it cannot be taken down") == 2
