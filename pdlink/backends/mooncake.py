@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from pdlink.address import parse_address
+from pdlink.address import Address, advertised, parse_address
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.mooncake_engine import Engine, Span, load
 from pdlink.backends.mooncake_link import LONGEST_NAP_S, Link, MooncakePull, Opening
@@ -50,7 +50,7 @@ class MooncakeBackend(Backend):
         self._host = self._settings.advertise_host or self._settings.bind_host
         memory = frozenset({_MEMORY[self._protocol]})
         self.capabilities = Capabilities(memory, same_host_only=self._protocol == "nvlink_intra", works_in_poll=True)
-        load(self._protocol)
+        load(self._host, self._protocol)
         self._spans = RegionSpans()
         self._serving: Engine | None = None
         self._peers: dict[str, tuple[Link, Int64Array]] = {}
@@ -82,8 +82,10 @@ class MooncakeBackend(Backend):
     def endpoint(self) -> bytes:
         """Protocol, address and spans as JSON. Starts the engine that serves them, unless there are none.
 
-        Raises `BackendUnavailable` when it does not start and `RegionError` when there are too many spans to tell.
+        Raises `BackendUnavailable` when it does not start, `RegionError` when there are too many spans to tell, and
+        `AddressError` for a wildcard that cannot be told either.
         """
+        advertised(Address(self._settings.bind_host, 0), self._settings.advertise_host)
         spans = self._spans.merged()
         session = self._serve() if spans else ""
         told = json.dumps(

@@ -47,8 +47,11 @@ _DEBIAN = {
 _ACCEPT_PAUSE_S = 0.02
 
 
-def load(protocol: str) -> Any:
-    """The library's `TransferEngine` class, set up for `protocol`. Raises `BackendUnavailable` with what to install."""
+def load(host: str, protocol: str) -> Any:
+    """The library's `TransferEngine` class, set up for `protocol` and for the kind of address that `host` is.
+
+    Raises `BackendUnavailable` with what to install or to set.
+    """
     for other, variable in _FORCES.items():
         if other != protocol and variable in os.environ:
             raise BackendUnavailable(
@@ -63,6 +66,8 @@ def load(protocol: str) -> Any:
     # Before the library loads: it reads the environment from threads of its own, which must not race with a change.
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     os.environ.setdefault(_FORCES[protocol], "1")
+    if ":" in host:
+        os.environ.setdefault("MC_USE_IPV6", "1")
     try:
         return import_module("mooncake.engine").TransferEngine
     except ModuleNotFoundError as error:
@@ -92,7 +97,7 @@ class Engine:
     """
 
     def __init__(self, host: str, protocol: str) -> None:
-        made = load(protocol)()
+        made = load(host, protocol)()
         if made.initialize(host, _HANDSHAKE, protocol, "") != 0:
             raise BackendUnavailable(f"mooncake does not start with protocol {protocol} on {host}; {LOG_HINT}")
         self.session = str(Address(host, made.get_rpc_port()))

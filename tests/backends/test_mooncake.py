@@ -1,6 +1,7 @@
 """What is special about the mooncake backend. What it shares with every other is in the conformance suite."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pdlink.backends import mooncake_link
 from pdlink.backends.base import Peer, PullStatus, Settled
 from pdlink.backends.mooncake import MooncakeBackend
 from pdlink.config import Settings, load_settings
-from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
+from pdlink.errors import AddressError, BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout.regions import MemoryKind, Region
 from pdlink.runtime.node import Node
 from pdlink.testing.conformance.pool import PrivateBlock, hand_out_again
@@ -79,6 +80,29 @@ def test_peers_are_told_the_advertised_host_and_the_protocol(opened, block):
     assert told["protocol"] == "tcp"
     assert told["session"].startswith("localhost:")
     assert told["spans"] == [[block.address, block.address + 4 * PAGE]]
+
+
+def test_a_wildcard_is_never_told_to_peers(opened, block):
+    backend = opened(bind_host="0.0.0.0")
+    backend.register(Region("kv", 0, block.address, PAGE, PAGE, 4))
+    with pytest.raises(AddressError, match="cannot be advertised; set PDLINK_ADVERTISE_HOST"):
+        backend.endpoint()
+
+
+def test_pages_move_between_ipv6_addresses():
+    script = """
+from pdlink.backends.base import PullStatus
+from pdlink.testing.conformance.rig import check_whole, rig_for, wait, whole
+from pdlink.testing.conformance.setup import Setup
+with rig_for(Setup("mooncake")) as rig:
+    owner, pool, backend = rig.ready(num_layers=1, num_pages=8)
+    assert b"[::1]:" in owner.peer.endpoint, owner.peer.endpoint
+    assert wait(backend, backend.submit(whole(owner, pool))) is PullStatus.DONE
+    check_whole(owner, pool)
+"""
+    env = {**os.environ, "PDLINK_BIND_HOST": "::1"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50, env=env)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_node_hands_its_own_settings_to_the_backend(block):

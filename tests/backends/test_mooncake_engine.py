@@ -15,7 +15,7 @@ from pdlink.errors import BackendError, BackendUnavailable, RegionError
 from pdlink.testing.conformance.pool import PrivateBlock
 from tests.backends.needs import needs_mooncake
 
-NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_INTRANODE_NVLINK", "MC_LOG_LEVEL")
+NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_INTRANODE_NVLINK", "MC_LOG_LEVEL", "MC_USE_IPV6")
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +65,13 @@ def test_a_library_that_does_not_load_is_one_line_with_what_to_install(monkeypat
 def test_a_variable_that_forces_another_protocol_is_refused_with_both(monkeypatch, protocol, variable, other):
     monkeypatch.setenv(variable, "1")
     with pytest.raises(BackendUnavailable, match=f"over {other} because {variable} is set, and .* is {protocol}"):
-        load(protocol)
+        load("127.0.0.1", protocol)
 
 
 @needs_mooncake
 def test_nvlink_is_refused_where_the_library_would_use_tcp_in_its_place(monkeypatch):
     with pytest.raises(BackendUnavailable, match="built without CUDA and would use tcp for nvlink_intra; pip install"):
-        load("nvlink_intra")
+        load("127.0.0.1", "nvlink_intra")
 
 
 @needs_mooncake
