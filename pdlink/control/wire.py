@@ -247,13 +247,17 @@ def _pack_staged(body: fr.Staged, out: pb.Staged) -> None:
 
 
 def _pack_credit(body: fr.Credit, out: pb.Credit) -> None:
+    _check_credit(len(body.slots), len(body.stamps))
     out.slots.extend(body.slots)
     out.stamps.extend(body.stamps)
 
 
+def _check_credit(num_slots: int, num_stamps: int) -> None:
+    _need(num_stamps in (0, num_slots), f"{num_slots} slots and {num_stamps} stamps do not pair")
+
+
 def _credit(message: pb.Credit) -> fr.Credit:
-    pairs = (len(message.slots), len(message.stamps))
-    _need(pairs[1] in (0, pairs[0]), f"{pairs[0]} slots and {pairs[1]} stamps do not pair")
+    _check_credit(len(message.slots), len(message.stamps))
     return fr.Credit(tuple(message.slots), tuple(message.stamps))
 
 

@@ -50,7 +50,7 @@ class StageDesk:
                 clock,
                 lambda route, transfer_id, attempt, body: send(route, Frame(transfer_id, attempt, body)),
                 self._may_read,
-                self._kept_too_long,
+                self._fail_request,
                 self._taken_back,
             )
 
@@ -108,15 +108,21 @@ class StageDesk:
         stager.stage((frame.transfer_id, frame.attempt), body.ticket, route, job)
 
     def _fail(self, route: bytes, frame: Frame, cause: Failure) -> None:
-        answer: Body = Failed(cause.at("staging", self._rank.worker_id))
-        self._send(route, Frame(frame.transfer_id, frame.attempt, answer))
+        """Refuse a Stage. A reader whose pull cannot go on fails the request, so that its pages go back."""
+        cause = cause.at("staging", self._rank.worker_id)
+        sender = self._sender_of(frame.transfer_id)
+        if sender and sender.is_reading(frame.attempt):
+            sender.fail(cause)
+        else:
+            answer: Body = Failed(cause)
+            self._send(route, Frame(frame.transfer_id, frame.attempt, answer))
 
     def _may_read(self, key: Key) -> bool:
         sender = self._sender_of(key[0])
         return sender is not None and sender.is_reading(key[1])
 
-    def _kept_too_long(self, key: Key, cause: Failure) -> None:
-        """The reader may still read what is packed there next, so that its request must not end well."""
+    def _fail_request(self, key: Key, cause: Failure) -> None:
+        """End a request for which a slot was not to be had, or did not come back: its reader must not end well."""
         sender = self._sender_of(key[0])
         if sender:
             sender.fail(cause)

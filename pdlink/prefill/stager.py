@@ -1,5 +1,5 @@
 """Owns the staging slots that readers of one prefill rank hold, and the thread that packs into them. It decides nothing
-about a request: the worker says who may read, and what becomes of a reader that keeps a slot too long.
+about a request: the worker says who may read, and ends the requests of those that cannot be served.
 
 A slot belongs to the packing thread until its piece is packed, then to the reader's ticket until the reader gives it
 back, is through or gone, or has kept it for the staging timeout. Everything but the packing runs under the worker's
@@ -20,7 +20,7 @@ from typing import TypeAlias
 from pdlink.backends.host_copy import copy
 from pdlink.backends.staging import Arena
 from pdlink.config import Settings
-from pdlink.control.frames import Body, Credit, Failed, Staged
+from pdlink.control.frames import Body, Credit, Staged
 from pdlink.prefill.stage_job import StageJob
 from pdlink.transfer.failure import Failure, FailureReason
 
@@ -70,8 +70,8 @@ class _Reading:
 class Stager:
     """The staging side of one prefill worker. `close` before its regions go; twice is fine.
 
-    `send` is (route, transfer id, attempt, body); `may_read` says whether an attempt still pulls; `kept_too_long` and
-    `taken_back` are told, under the lock, of a slot that an attempt did not give back in time, or was left with.
+    `send` is (route, transfer id, attempt, body); `may_read` says whether an attempt still pulls. Under the lock,
+    `fail` ends the request of an attempt, and `taken_back` is told of one that had to leave slots behind.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Stager:
         clock: Callable[[], float],
         send: Callable[[bytes, str, int, Body], None],
         may_read: Callable[[Key], bool],
-        kept_too_long: Callable[[Key, Failure], None],
+        fail: Callable[[Key, Failure], None],
         taken_back: Callable[[Key], None],
     ) -> None:
         self.arena = arena
@@ -93,7 +93,7 @@ class Stager:
         self._clock = clock
         self._send = send
         self._may_read = may_read
-        self._kept_too_long = kept_too_long
+        self._fail_request = fail
         self._taken_back = taken_back
         self._readings: dict[Key, _Reading] = {}
         self._stamps = count(secrets.randbits(62))
@@ -154,7 +154,7 @@ class Stager:
                     f"a reader has kept staging slot {ticket.answer.slot} for {now - ticket.given_at:.1f} s "
                     "(PDLINK_STAGING_TIMEOUT_S)"
                 )
-                self._kept_too_long(ticket.key, Failure(FailureReason.TIMEOUT, text, self._worker_id, "staging"))
+                self._fail_request(ticket.key, Failure(FailureReason.TIMEOUT, text, self._worker_id, "staging"))
                 self.look(ticket.key)
             elif now - ticket.said_at > self._settings.resend_interval_s:
                 # Its answer or its credit may be lost: the reader answers what it has no use for with a credit.
@@ -239,7 +239,8 @@ class Stager:
             if not ticket.over:
                 ticket.answer = None
                 self._end(ticket)
-                self._say(ticket, Failed(cause))
+                self._fail_request(ticket.key, cause)
+                self.look(ticket.key)
 
 
 def _changed(worker_id: str, job: StageJob) -> Failure:

@@ -24,6 +24,7 @@ from pdlink.layout import (
     fingerprint,
 )
 from pdlink.layout.components import heads, index_k, latent
+from pdlink.layout.staging import StagingArea
 from pdlink.v1 import bootstrap_pb2 as pb
 from pdlink.v1 import common_pb2
 
@@ -78,6 +79,7 @@ def region(name: str, layer: int) -> Region:
 
 SIZES = ParallelSizes(cp=3)
 KINDS = {"latent": PlanKind.SPLIT, "index_k": PlanKind.SPLIT, "draft.k": PlanKind.REPLICATED}
+STAGING = replace(ranks()[1], staging=StagingArea(0x7200_0000_0000, 8 << 20, 4))
 REGISTRATION = Registration("glm/prefill", PROTOCOL, layout(), SIZES, KINDS, ranks()[0])
 INFO = PrefillServerInfo("glm/prefill", PROTOCOL, layout(), fingerprint(layout()), SIZES, KINDS, ranks(), 12345)
 OTHER = CacheLayout(3, (latent(32, range(3), bytes_per_token=656, dtype="uint8"),))
@@ -87,6 +89,7 @@ GOLDENS = {
     "registration": Golden(
         REGISTRATION, service_wire.pack_registration, service_wire.unpack_registration, pb.Registration
     ),
+    "rank_with_staging": Golden(STAGING, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo),
     "prefill_server_info": Golden(INFO, service_wire.pack_info, service_wire.unpack_info, pb.PrefillServerInfo),
     "worker_key": Golden(REGISTRATION.key, service_wire.pack_key, service_wire.unpack_key, pb.WorkerKey),
     "endpoint": Golden(ranks()[1].endpoint, service_wire.pack_endpoint, service_wire.unpack_endpoint, pb.Endpoint),

@@ -15,7 +15,7 @@ from pdlink.errors import FrameError, IncompatibleError, InvalidInput, LayoutErr
 from pdlink.layout import ParallelSizes, PlanKind, RankCoordinates, Region, fingerprint
 from pdlink.v1 import bootstrap_pb2 as pb
 from pdlink.v1 import common_pb2
-from tests.bootstrap.frames import GOLDENS, INFO, REGISTRATION
+from tests.bootstrap.frames import GOLDENS, INFO, REGISTRATION, STAGING
 from tests.bootstrap.values import make_instance, make_layout
 
 VERSION_1 = json.loads((Path(__file__).parent / "golden" / "v1.json").read_text())
@@ -53,6 +53,23 @@ def test_the_handshake_is_compact_and_its_size_does_not_depend_on_the_page_count
 
     assert nbytes(1) < 6000
     assert nbytes(1 << 27) - nbytes(1) <= 8 * 2 * 4  # longer numbers, once for each rank and component
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_slots", 0, "num_slots=0"),
+        ("num_slots", (1 << 16) + 1, "num_slots=65537"),
+        ("slot_bytes", 0, "slot_bytes=0"),
+        ("base_address", 0, "spans addresses"),
+        ("slot_bytes", 1 << 63, "spans addresses"),
+    ],
+)
+def test_a_staging_area_that_cannot_be_memory_is_refused(field, value, text):
+    message = service_wire.pack_rank_info(STAGING)
+    setattr(message.staging, field, value)
+    with pytest.raises(FrameError, match=text):
+        service_wire.unpack_rank_info(message)
 
 
 def changed(path, value):

@@ -63,6 +63,7 @@ BODIES: dict[str, Body] = {
     "stage": Stage(1, 2, 3, 4, LAYERS),
     "staged": Staged(1, 2, 1 << 40, 1 << 33, (1 << 64) - 1, 9),
     "credit": Credit((0, 3, 300)),
+    "credit_stamped": Credit((0, 3), (1 << 63, 5)),
     "ping": Ping((1 << 64) - 1),
     "pong": Pong(1, (1 << 63) - 1),
 }

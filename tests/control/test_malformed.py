@@ -32,6 +32,14 @@ def raw(kind="ready", **head):
     return message
 
 
+def test_slots_and_stamps_that_do_not_pair_are_refused():
+    message = raw("credit_stamped")
+    message.credit.stamps.append(1)
+    refused(message.SerializeToString(), "credit frame: 2 slots and 3 stamps do not pair")
+    with pytest.raises(FrameError, match="1 slots and 2 stamps"):
+        encode(replace(FRAMES["credit"], body=fr.Credit((1,), (1, 2))))
+
+
 def test_an_empty_frame_is_refused():
     refused(b"", "no body")
 

@@ -60,6 +60,13 @@ def readies(draw):
     return fr.Ready(draw(U64), draw(TEXT), draw(U64), pages, layers, draw(U64), draw(st.booleans()), aux, digests)
 
 
+@st.composite
+def credits_given(draw):
+    slots = draw(st.lists(U64, max_size=5))
+    stamps = draw(st.sampled_from([[], draw(st.lists(U64, min_size=len(slots), max_size=len(slots)))]))
+    return fr.Credit(tuple(slots), tuple(stamps))
+
+
 DRAWN = {
     fr.Subscribe: st.builds(
         fr.Subscribe,
@@ -82,7 +89,7 @@ DRAWN = {
     fr.Failed: st.builds(fr.Failed, CAUSES),
     fr.Stage: st.builds(fr.Stage, U64, U64, U64, U64, LAYERS),
     fr.Staged: st.builds(fr.Staged, U64, U64, U64, U64, U64, U64),
-    fr.Credit: st.builds(fr.Credit, st.lists(U64, max_size=5).map(tuple)),
+    fr.Credit: credits_given(),
     fr.Ping: st.builds(fr.Ping, U64),
     fr.Pong: st.builds(fr.Pong, U64, U64),
 }

@@ -23,7 +23,7 @@ def main() -> None:
     layout, sizes, rank = make_layout(who["num_layers"]), ParallelSizes(cp=who["cp"]), RankCoordinates(cp=who["rank"])
     plan = LayerPlan.balanced(layout, sizes)
     pool = PatternPool(layout, plan.owned[rank], 16)
-    with Node(load_settings({})) as node:
+    with Node(load_settings({}, **who["settings"])) as node:
         info = PrefillRank("pre", layout, sizes, rank, plan.kinds, plan.owned[rank], pool.regions)
         worker = node.prefill(info, [Address("127.0.0.1", who["port"])])
         worker.wait_registered(DEADLINE_S)

@@ -52,4 +52,4 @@ def publish_scattered(site: Site, owners: Sequence[Owner], num_pages: int, trans
 
 def pair(site: Site, cp: int = 2, num_layers: int = 4, **settings: object) -> tuple[CacheLayout, list[Owner], Decode]:
     layout = make_layout(num_layers)
-    return layout, site.prefill(layout, cp, **settings), site.decode(layout)
+    return layout, site.prefill(layout, cp, **settings), site.decode(layout, staging_slots=cp * 2)

@@ -1,4 +1,4 @@
-"""Prefill ranks as processes of their own, which can be killed."""
+"""Prefill and decode ranks as processes of their own, which can be killed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from pdlink.backends.base import Backend
+from pdlink.backends.shm import sweep_stale
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import TransferFailed
-from pdlink.transfer.states import ReceiverState
-from tests.link.rig import DEADLINE_S, PAGE_SIZE, Decode, Site, assert_whole, make_layout, wait_until
+from pdlink.transfer.states import ReceiverState, SenderState
+from tests.link.rig import DEADLINE_S, PAGE_SIZE, Decode, Gate, Site, assert_all, assert_whole, make_layout, wait_until
+from tests.link.staged import arena, assert_slots_back, publish_scattered, staged_site
 
 NUM_LAYERS, CP = 5, 3
 TARGET = {"kv": [8, 2, 5]}
@@ -22,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Rank:
-    def __init__(self, stack: contextlib.ExitStack, site: Site, rank: int) -> None:
+    def __init__(self, stack: contextlib.ExitStack, site: Site, rank: int, **settings: object) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.link.rank_process"],
             cwd=ROOT,
@@ -31,7 +34,8 @@ class Rank:
             text=True,
         )
         stack.callback(self.close)
-        self._write({"num_layers": NUM_LAYERS, "cp": CP, "rank": rank, "port": site.bootstrap.address.port})
+        who = {"num_layers": NUM_LAYERS, "cp": CP, "rank": rank, "port": site.bootstrap.address.port}
+        self._write({**who, "settings": settings})
 
     def read(self) -> Any:
         assert self.process.stdout
@@ -93,3 +97,60 @@ def test_a_killed_rank_fails_its_request_by_name_and_its_successor_serves_the_ne
     ranks[1] = Rank(stack, site, 1)
     assert ranks[1].read() == {"ready": True}
     finish(ranks, start(site, ranks, decode, "third"), decode, "third")
+
+
+def test_a_killed_reader_gives_back_its_staging_slots_and_the_next_one_is_served(stack: contextlib.ExitStack) -> None:
+    stack.callback(sweep_stale)
+    site = staged_site(stack)
+    layout = make_layout(NUM_LAYERS)
+    owners = site.prefill(layout, 2, staging_timeout_s=1.0)
+    senders = publish_scattered(site, owners, 3, "dies")
+    reader = subprocess.Popen(
+        [sys.executable, "-m", "tests.link.decode_process"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    stack.callback(reader.communicate)
+    stack.callback(reader.kill)
+    assert reader.stdin
+    assert reader.stdout
+    told = {"num_layers": NUM_LAYERS, "port": site.bootstrap.address.port, "id": "dies", "num_held": 2}
+    reader.stdin.write(json.dumps(told) + "\n")
+    reader.stdin.flush()
+    assert json.loads(reader.stdout.readline()) == {"held": True}
+    assert all(arena(owner.node).slots.num_free < 2 for owner in owners)
+    reader.kill()
+    assert_all(senders, SenderState.ABORTED)
+    assert_slots_back([owner.node for owner in owners])
+
+    decode = site.decode(layout)
+    receiver = decode.worker.receive("lives", site.instance, TARGET, 3 * PAGE_SIZE)
+    publish_scattered(site, owners, 3, "lives")
+    receiver.wait(DEADLINE_S)
+    assert_whole(decode, "lives", TARGET)
+
+
+def test_a_rank_that_is_killed_while_it_stages_costs_its_request_and_no_slot_here(stack: contextlib.ExitStack) -> None:
+    stack.callback(sweep_stale)
+    site = staged_site(stack, liveness_timeout_s=1.0, keepalive_interval_s=0.2)
+    layout = make_layout(NUM_LAYERS)
+    told = {"backends": "ipc", "way": "staged"}
+    ranks = [Rank(stack, site, number, **told) for number in range(CP)]
+    assert [rank.read() for rank in ranks] == [{"ready": True}] * CP
+    gates: list[Gate] = []
+
+    def wrap(inner: Backend) -> Backend:
+        gates.append(Gate(inner))
+        return gates[0]
+
+    decode = site.decode(layout, wrap=wrap, staging_slots=2 * CP)
+    receiver = start(site, ranks, decode, "t")
+    gates[0].wait_held(CP)
+    ranks[1].process.kill()
+    with pytest.raises(TransferFailed, match=r"cp1"):
+        receiver.wait(DEADLINE_S)
+    assert_slots_back([decode.node])
+    for rank in (ranks[0], ranks[2]):
+        wait_until(lambda rank=rank: rank.tell(do="poll", id="t") == "aborted")
