@@ -54,6 +54,8 @@ def library() -> ModuleType:
     # UCX reports to standard output unless told otherwise, and warns once per operation that a fence takes down.
     os.environ.setdefault("UCX_LOG_FILE", "stderr")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    # UCX would take SIGHUP for itself, and a process that lost its terminal would live on and log.
+    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
     failures = []
     for name in PACKAGES:
         try:

@@ -180,6 +180,8 @@ OPEN = "from pdlink.backends.registry import open_backends\nbackend = open_backe
         ("backend.close()", 0),
         ("raise SystemExit(7)", 7),
         ("raise ValueError('theirs')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGHUP)", -1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -15),
         ("import atexit; atexit.register(print, 'said at exit')", 0),
     ],
 )
