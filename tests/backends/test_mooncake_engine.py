@@ -1,5 +1,6 @@
 """How the mooncake library is loaded, what it is told when it cannot work here, and what one engine of it does."""
 
+import os
 import socket
 import struct
 import subprocess
@@ -15,7 +16,7 @@ from pdlink.errors import BackendError, BackendUnavailable, RegionError
 from pdlink.testing.conformance.pool import PrivateBlock
 from tests.backends.needs import needs_mooncake
 
-NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_INTRANODE_NVLINK", "MC_LOG_LEVEL", "MC_USE_IPV6")
+NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_INTRANODE_NVLINK", "MC_LOG_LEVEL", "MC_USE_IPV6", "MC_TCP_LANES_PER_PEER")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,14 @@ def test_a_variable_that_forces_another_protocol_is_refused_with_both(monkeypatc
     monkeypatch.setenv(variable, "1")
     with pytest.raises(BackendUnavailable, match=f"over {other} because {variable} is set, and .* is {protocol}"):
         load("127.0.0.1", protocol)
+
+
+@needs_mooncake
+def test_what_an_operator_has_set_for_the_library_stays(monkeypatch):
+    monkeypatch.setenv("MC_LOG_LEVEL", "INFO")
+    load("127.0.0.1", "tcp")
+    assert [os.environ.get(name) for name in ("MC_LOG_LEVEL", "MC_FORCE_TCP")] == ["INFO", "1"]
+    assert "MC_USE_IPV6" not in os.environ
 
 
 @needs_mooncake
