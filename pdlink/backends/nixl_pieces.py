@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pdlink.backends.nixl_endpoint import RegionTable
 from pdlink.transfer.descriptors import GroupMove, Int64Array, PullBatch
 
-MAX_BYTES = 256 << 20
+MAX_BYTES = 64 << 20
 MAX_DESCRIPTORS = 16_384
 Int32Array = npt.NDArray[np.int32]
 
