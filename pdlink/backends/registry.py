@@ -26,8 +26,12 @@ _BUILT_IN = {
 }
 _CONFIGURED = frozenset({"mooncake"})
 """Those that are made with the process's settings."""
-AUTO_ORDER = ("ipc", "nixl", "mooncake")
-"""Best first: bytes that need not leave the host should not."""
+AUTO_ORDER = ("ipc", "nixl")
+"""Best first: bytes that need not leave the host should not.
+
+mooncake has to be named: over tcp its engine listens on every interface, and whoever reaches it may read and write
+registered memory.
+"""
 
 
 def known_backends() -> tuple[str, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from pdlink.control.frames import Ready
 from pdlink.errors import StateError
 from pdlink.transfer.descriptors import Int64Array
@@ -39,6 +41,9 @@ class Publication:
         )
 
 
+_NO_PAGES: Int64Array = np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class _Span:
     start: int
@@ -46,13 +51,19 @@ class _Span:
 
 
 class PublishedPages:
-    """Which page positions of which (component, layer) are published. A page is published once."""
+    """What a request has published: which positions of which (component, layer), and which page holds each position.
+
+    A position is published once in a layer, and in every layer of a page group by the same page.
+    """
 
     def __init__(self) -> None:
         self._spans: dict[tuple[str, int], list[_Span]] = {}
+        self._pages: dict[str, tuple[Int64Array, Int64Array]] = {}
+        """Page group -> page ids, distinct, and the position that each one holds."""
 
-    def add(self, layers: Mapping[str, Iterable[int]], start: int, stop: int) -> None:
-        """Record [start, stop) of `layers`. Raises `StateError`, recording nothing, when a page is there already."""
+    def add(self, group: str, layers: Mapping[str, Iterable[int]], start: int, page_ids: Int64Array) -> None:
+        """Record `page_ids` at positions from `start` on. Raises `StateError`, recording nothing, for what is there."""
+        stop = start + len(page_ids)
         cells = [(component, layer) for component, ids in layers.items() for layer in ids]
         for cell in cells:
             for span in self._spans.get(cell, ()):
@@ -61,9 +72,27 @@ class PublishedPages:
                         f"{cell[0]!r} layer {cell[1]}: pages [{max(span.start, start)}, {min(span.stop, stop)}) are "
                         "published already; a page is published once"
                     )
+        self._pages[group] = self._merged(group, start, page_ids)
         for cell in cells:
             spans = self._spans.setdefault(cell, [])
             if spans and spans[-1].stop == start:
                 spans[-1] = replace(spans[-1], stop=stop)
             elif start < stop:
                 spans.append(_Span(start, stop))
+
+    def _merged(self, group: str, start: int, page_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
+        distinct, first, times = np.unique(page_ids, return_index=True, return_counts=True)
+        if len(distinct) != len(page_ids):
+            twice = int(distinct[int(np.argmax(times > 1))])
+            raise StateError(f"page {twice} of group {group!r} is given for two positions of one request")
+        held, positions = self._pages.get(group, (_NO_PAGES, _NO_PAGES))
+        again, there, here = np.intersect1d(held, distinct, assume_unique=True, return_indices=True)
+        moved = positions[there] != start + first[here]
+        if bool(moved.any()):
+            one = int(np.argmax(moved))
+            raise StateError(
+                f"page {int(again[one])} of group {group!r} holds position {int(positions[there[one]])} of this "
+                f"request and is given for position {start + int(first[here[one]])}"
+            )
+        new = np.setdiff1d(np.arange(len(distinct)), here)
+        return np.concatenate([held, distinct[new]]), np.concatenate([positions, start + first[new]])

@@ -96,8 +96,9 @@ class Sender:
         (component -> global ids). `last` ends publishing; `aux` goes with it and is sent by the elected rank only.
         Several groups: publish each, `last` with the final one. After the request has ended this does nothing.
 
-        Raises `InvalidInput` for pages or layers that this rank does not have, `StateError` for a page published twice
-        or a publish after the last.
+        Raises `InvalidInput` for pages or layers that this rank does not have, `StateError` for a position published
+        twice, a page given for two positions, or a publish after the last. Whether a page holds the tokens that the
+        engine says is not checked here: ranks have page ids of their own.
         """
         with self._publishing:
             with self._lock:
@@ -107,7 +108,7 @@ class Sender:
                     raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
                 start = self._next_page.get(group, 0) if start_page is None else start_page
                 chunk = build_chunk(self._rank, self.transfer_id, group, page_ids, start, layers, last, aux)
-                self._published.add(chunk.layers, chunk.start_page, chunk.stop_page)
+                self._published.add(group, chunk.layers, start, chunk.page_ids)
                 self._next_page[group] = max(self._next_page.get(group, 0), chunk.stop_page)
             # Without the lock, because hashing takes long and the I/O thread would wait for it.
             digests = chunk.digests(self._rank)

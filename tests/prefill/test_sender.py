@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdlink.control.frames import Abort, AbortAck, Failed, Ready, Refused, Subscribed, Verdict
@@ -118,8 +120,10 @@ def test_a_layer_named_twice_is_published_once(rig: Rig) -> None:
     assert [dict(one.layers) for one in rig.take(Ready)] == [{"latent": (0, 1)}]
 
 
-def test_many_pages_are_cut_into_frames_that_end_once(rig: Rig) -> None:
-    many = list(range(NUM_PAGES)) * 9000
+def test_many_pages_are_cut_into_frames_that_end_once() -> None:
+    many = list(range(9000 * NUM_PAGES))
+    large = {cell: replace(region, num_pages=len(many)) for cell, region in facts().regions.items()}
+    rig = Rig(replace(facts(), regions=large))
     rig.subscribe(1)
     rig.sender.publish(many, last=True, aux=b"tok")
     frames = rig.take(Ready)
@@ -135,6 +139,30 @@ def test_a_page_is_published_once(rig: Rig) -> None:
     rig.sender.publish([1, 2], layers={"latent": [1]}, start_page=0)
     with pytest.raises(StateError, match=r"'latent' layer 0: pages \[1, 2\)"):
         rig.sender.publish([5], layers={"latent": [0]}, start_page=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "pages", "start", "said"),
+    [
+        ([], [3, 9, 3], 0, "page 3 of group 'kv' is given for two positions"),
+        ([3, 9], [4, 3], 2, "page 3 of group 'kv' holds position 0 .* given for position 3"),
+        ([3, 9], [9], 2, "page 9 of group 'kv' holds position 1 .* given for position 2"),
+    ],
+)
+def test_a_page_holds_one_position_of_a_request(
+    rig: Rig, before: list[int], pages: list[int], start: int, said: str
+) -> None:
+    rig.sender.publish(before)
+    with pytest.raises(StateError, match=said):
+        rig.sender.publish(pages, start_page=start)
+    rig.sender.publish([5, 6], start_page=len(before))  # nothing was recorded of what was refused
+
+
+def test_layers_of_one_position_are_published_one_after_the_other_from_the_same_page(rig: Rig) -> None:
+    rig.sender.publish([3, 9], layers={"latent": [0]})
+    rig.sender.publish([3, 9], start_page=0, layers={"latent": [1], "index_k": [0, 1]})
+    with pytest.raises(StateError, match="published already"):
+        rig.sender.publish([3], start_page=0, layers={"latent": [1]})
 
 
 def test_nothing_is_published_after_the_last(rig: Rig) -> None:
