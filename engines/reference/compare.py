@@ -43,7 +43,8 @@ class Comparison:
     @property
     def text(self) -> str:
         """One sentence for an operator."""
-        steps = f"logits within {self.logit_difference:.1e} over {self.num_steps} steps"
+        relation = "within" if self.logit_difference <= self.tolerance else "off by"
+        steps = f"logits {relation} {self.logit_difference:.1e} over {self.num_steps} step(s)"
         if self.tokens_equal:
             return f"tokens equal, {steps}"
         if self.tie is not None:

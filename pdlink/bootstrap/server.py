@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -149,10 +150,19 @@ def _bind(server: grpc.aio.Server, address: Address) -> int:
 
 
 def _cannot_bind(address: Address) -> InvalidInput:
-    return InvalidInput(
-        f"bootstrap cannot listen at {address}: the port is in use, or the host is not this machine's; give another "
-        "address"
-    )
+    return InvalidInput(f"bootstrap cannot listen at {address}: {_why_not(address)}; give another address")
+
+
+def _why_not(address: Address) -> str:
+    """The reason in the words of the operating system, which gRPC keeps to itself."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(place)
+            probe.listen()
+    except OSError as error:  # an unknown host too
+        return error.strerror or str(error)
+    return "the port was taken for a moment"
 
 
 async def _wait_for(event: asyncio.Event, timeout_s: float) -> None:

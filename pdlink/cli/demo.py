@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdlink.cli.exits import WrongRun
 from pdlink.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 SHARED = "You are a helpful assistant. Answer in one short sentence. "
 DEFAULT_PROMPTS = (SHARED + "What is the capital of France?", SHARED + "What does a key-value cache hold?")
+
+
+MAX_PROMPT_SHOWN = 160
 
 
 class Inject(StrEnum):
@@ -41,7 +45,9 @@ def demo(
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     chunk: Annotated[int, typer.Option(help="Tokens of a prefill chunk.")] = 32,
     pool_pages: Annotated[int, typer.Option(help="Pages of every pool.")] = 64,
-    backend: Annotated[str, typer.Option(help="Transport to pull with, or auto.")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="Transport to pull with, or auto (default: PDLINK_BACKENDS).")
+    ] = None,
     bootstrap: Annotated[str, typer.Option(help="Where the bootstrap service listens; port 0 is any.")] = "127.0.0.1:0",
     inject: Annotated[Inject, typer.Option(help="Damage the run on purpose; the proof must find it.")] = Inject.none,
     dump: Annotated[Path | None, typer.Option(help="Folder for the received pages and their plan.")] = None,
@@ -51,11 +57,13 @@ def demo(
     from pdlink.address import parse_address
     from pdlink.backends.registry import parse_backends
     from pdlink.cli.output import console, note, print_json
+    from pdlink.config import load_settings
 
     _need_reference_engine()
     from pdlink_engines.reference.demo.run import run_demo
     from pdlink_engines.reference.demo.spec import Damage, DemoSpec, read_prompts
 
+    backend = load_settings(backends=backend).backends
     parse_backends(backend)
     prompts = read_prompts(list(prompt or ()), prompt_file) or DEFAULT_PROMPTS
     _check_dump(dump)
@@ -81,9 +89,9 @@ def demo(
     else:
         _show(console(), result)
     if not result.passed:
-        from pdlink.cli.exits import WrongRun
-
         raise WrongRun("; ".join(result.failures()))
+    if spec.inject is not Damage.NONE:
+        raise WrongRun(f"the proof has not found the damage of --inject {spec.inject}")
 
 
 def _need_reference_engine() -> None:
@@ -117,25 +125,39 @@ def _write_dump(dump: Path, spec: DemoSpec, result: DemoResult) -> None:
 def _show(out: Console, result: DemoResult) -> None:
     from pdlink.cli.output import format_sizes, print_table
 
-    sizes = format_sizes([result.kv_bytes_unsplit, *result.kv_bytes_per_rank])
+    ranks = range(result.cp)
+    sizes = format_sizes([result.kv_bytes_unsplit, *result.kv_bytes_per_rank, *result.scratch_bytes_per_rank])
     pulled = format_sizes(result.pulled_bytes_per_owner)
-    out.print(f"\n[bold]{result.model}[/bold] over {result.cp} prefill ranks, pulled over {result.backend}")
     rows = [
-        [f"rank {rank}", _layer_text(result.layers[rank]), sizes[rank + 1], pulled[rank]] for rank in range(result.cp)
+        [f"rank {rank}", _layer_text(result.layers[rank]), sizes[1 + rank], sizes[1 + result.cp + rank], pulled[rank]]
+        for rank in ranks
     ]
-    rows.append(["unsplit", "all of them, on every rank", sizes[0], ""])
-    print_table(out, ["prefill", "layers", "KV memory", "pulled by decode"], rows, left=2)
+    rows.append(["unsplit", "all of them, on every rank", sizes[0], "", ""])
+    _say(out, f"\n{result.model} over {result.cp} prefill rank(s), pulled over {result.backend}", "bold")
+    print_table(out, ["prefill", "layers", "KV memory", "scratch", "pulled by decode"], rows, left=2)
     for one in result.requests:
-        out.print(f"\n[bold]{one.request_id}[/bold] {one.prompt}", markup=True)
-        out.print(f"  {one.text.strip()}", style="green", markup=False)
-        out.print(
+        _say(out, f"\n{one.request_id}: {_shortened(one.prompt)}", "bold")
+        _say(out, f"  {one.text.strip()}", "green")
+        _say(
+            out,
             f"  {one.num_tokens} prompt tokens ({one.cached_tokens} from an earlier request), "
-            f"{sum(one.pulled_bytes):,} bytes, {one.transfer_ms:.1f} ms from the last publish to the end at decode"
+            f"{sum(one.pulled_bytes):,} bytes, {one.transfer_ms:.1f} ms from the last publish to the end at decode",
         )
-    out.print("\nproof")
+    _say(out, "\nproof", "bold")
     for one in result.requests:
         bytes_text = "bytes equal to the unsplit prefill" if one.bytes_equal else one.difference
-        out.print(f"  {one.request_id}: {bytes_text}; against plain transformers: {one.verdict}", markup=False)
+        _say(out, f"  {one.request_id}: {bytes_text}; against plain transformers: {one.verdict}")
+
+
+def _say(out: Console, text: str, style: str = "") -> None:
+    """A line as it is: prompts and answers are no markup, and a pipe gets unbroken lines."""
+    out.print(text, style=style or None, markup=False, emoji=False, soft_wrap=not out.is_terminal)
+
+
+def _shortened(text: str) -> str:
+    """A prompt on one line, so that a whole file does not fill the screen."""
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_PROMPT_SHOWN else f"{line[:MAX_PROMPT_SHOWN]}... ({len(text):,} characters)"
 
 
 def _layer_text(layers: dict[str, list[int]]) -> str:

@@ -25,10 +25,11 @@ BUG = 3
 INTERRUPTED = 130
 BROKEN_PIPE = 141
 TERMINATED = 143
+HUNG_UP = 129
 
 SUMMARY = (
     "Exit codes: 0 done; 1 a run failed or was found wrong; 2 input or environment that cannot be used; "
-    "3 a bug in pdlink; 130 Ctrl-C."
+    "3 a bug in pdlink; 129, 130, 143 hung up, Ctrl-C, terminated; 141 the reader of the output left."
 )
 
 # What the caller can put right: another value, another setting, another peer, a later moment.
@@ -51,10 +52,16 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, raised in the main thread so that cleaning up goes the same way as after Ctrl-C."""
 
 
+class HungUp(KeyboardInterrupt):
+    """SIGHUP: the terminal or the ssh session is gone. Raised like `Terminated`."""
+
+
 def exit_code(error: BaseException) -> int:
     """The exit code in which `error` ends the command."""
     if isinstance(error, Terminated):
         return TERMINATED
+    if isinstance(error, HungUp):
+        return HUNG_UP
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     if isinstance(error, typer.TyperException):

@@ -1,4 +1,4 @@
-"""Owns Ctrl-C and SIGTERM while a command runs: the first ends it in order, later ones don't disturb that."""
+"""Owns Ctrl-C, SIGTERM and SIGHUP while a command runs: the first ends it in order, later ones don't disturb that."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from pdlink.cli.exits import Terminated
+from pdlink.cli.exits import HungUp, Terminated
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS: dict[signal.Signals, type[KeyboardInterrupt]] = {
+    signal.SIGINT: KeyboardInterrupt,
+    signal.SIGTERM: Terminated,
+    signal.SIGHUP: HungUp,
+}
 
 
 @contextmanager
 def orderly_end() -> Iterator[None]:
-    """Within, SIGINT raises `KeyboardInterrupt` and SIGTERM `Terminated`, once. Does nothing off the main thread."""
+    """Within, the first of these signals raises its exception. Does nothing off the main thread.
+
+    A SIGHUP that is ignored (nohup) stays so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -26,9 +33,10 @@ def orderly_end() -> Iterator[None]:
         if raised:
             return
         raised = True
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        raise _SIGNALS[signal.Signals(number)]
 
-    before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    heeded = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, on_signal) for number in heeded}
     try:
         yield
     finally:

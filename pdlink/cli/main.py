@@ -79,6 +79,7 @@ def run() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code. Whatever goes wrong is one line on standard error."""
+    _replace_closed_streams()
     try:
         with orderly_end():
             try:
@@ -89,6 +90,13 @@ def main(arguments: Sequence[str]) -> int:
     except BaseException as error:  # noqa: BLE001 - the process boundary: nothing above can report it
         return _report(error, arguments)
     return exits.OK
+
+
+def _replace_closed_streams() -> None:
+    """A command started with a closed output (`>&-`) runs all the same; what it prints goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as we do
 
 
 def _report(error: BaseException, arguments: Sequence[str]) -> int:

@@ -34,6 +34,8 @@ TINY = ("--model", "glm-dsa-tiny", "--cp", "2")
         ([*TINY, "--bootstrap", "127.0.0.1:99999"], ["127.0.0.1:99999", "65535"]),
         ([*TINY, "--bootstrap", "0.0.0.0:0"], ["0.0.0.0", "PDLINK_ADVERTISE_HOST"]),
         (["--model", "glm-dsa-tiny", "--cp", "1", "--inject", "skip-owner"], ["skip-owner", "--cp 2"]),
+        (["--model", "glm-dsa-tiny", "--cp", "7", "--inject", "swap-layers"], ["swap-layers", "two layers"]),
+        ([*TINY, "--pool-pages", "100000000"], ["/dev/shm"]),
         ([*TINY, "--prompt", "x" * 2000], ["2001", "64"]),
     ],
     ids=lambda one: " ".join(one)[:48] if isinstance(one, list) else "",
@@ -53,6 +55,19 @@ def test_a_wrong_setting_is_refused_by_name() -> None:
     assert "PDLINK_TRANSFER_TIMEOUT_S" in ended.error_lines[0]
 
 
+def test_the_backend_of_the_environment_is_used_and_checked() -> None:
+    ended = run_command("demo", *TINY, env={**os.environ, "PDLINK_BACKENDS": "smoke-signals"})
+    assert ended.code == 2
+    assert "smoke-signals" in ended.error_lines[0]
+
+
+def test_a_host_that_is_not_known_is_refused_with_the_reason() -> None:
+    ended = run_command("demo", *TINY, "--bootstrap", "no-such-host.invalid:0")
+    assert ended.code == 2
+    assert "no-such-host.invalid" in ended.error_lines[0]
+    assert "in use" not in ended.error_lines[0]
+
+
 def test_a_port_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -61,6 +76,7 @@ def test_a_port_in_use_is_refused() -> None:
         ended = run_command("demo", *TINY, "--bootstrap", f"127.0.0.1:{port}")
     assert ended.code == 2
     assert f"127.0.0.1:{port}" in ended.error_lines[0]
+    assert "already in use" in ended.error_lines[0]
 
 
 def test_a_prompt_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
@@ -97,7 +113,9 @@ def running() -> Iterator[subprocess.Popen[str]]:
     child.communicate()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda one: one.name
+)
 def test_an_interrupted_demo_leaves_no_process_and_no_shared_memory(
     running: subprocess.Popen[str], number: signal.Signals
 ) -> None:
@@ -107,7 +125,7 @@ def test_an_interrupted_demo_leaves_no_process_and_no_shared_memory(
     assert segments
     running.send_signal(number)
     out, err = running.communicate(timeout=60)
-    expected = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
+    expected = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -9}
     assert running.returncode == expected[number], err
     assert "Traceback" not in out + err
     _, alive = psutil.wait_procs(children, timeout=20)

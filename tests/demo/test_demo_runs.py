@@ -64,3 +64,12 @@ def test_a_script_without_pdlink_confirms_the_dump(run: tuple[str, int, Ended, P
         [sys.executable, "-I", str(script), str(run[3])], capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stdout
+
+
+def test_a_prompt_is_shown_as_it_is() -> None:
+    prompt = "[/foo] a [red]b[/red] :smile: " + "x" * 300
+    ended = run_command("demo", "--model", "glm-dsa-tiny", "--cp", "1", "--new-tokens", "2", "--prompt", prompt)
+    assert ended.code == 0, ended.err
+    shown = next(line for line in ended.out.splitlines() if line.startswith("request-0: "))
+    assert shown.startswith("request-0: [/foo] a [red]b[/red] :smile: xxx")
+    assert shown.endswith(f"... ({len(prompt)} characters)")

@@ -40,10 +40,7 @@ class PageDifference:
     byte: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.request_id}: component {self.component!r}, layer {self.layer}, page {self.page} differs from byte "
-            f"{self.byte} on"
-        )
+        return f"component {self.component!r}, layer {self.layer}, page {self.page} differs from byte {self.byte} on"
 
 
 def find_difference(layout: CacheLayout, request_id: str, expected: Path, received: Path) -> PageDifference | None:

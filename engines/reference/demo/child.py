@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 
 from pdlink.backends import shm
-from pdlink.errors import DeadlineExceeded, InvalidInput, PdlinkError
+from pdlink.errors import DeadlineExceeded, PdlinkError
 from pdlink_engines.reference.demo.spec import DemoSpec
 
 COMMAND_TIMEOUT_S = 600.0
@@ -65,9 +65,9 @@ def run_child(body: Callable[[ParentPipe], None]) -> None:
     try:
         body(pipe)
     except PdlinkError as error:
-        pipe.report("error", text=str(error), bad_input=isinstance(error, InvalidInput))
+        pipe.report("error", kind=type(error).__name__, text=str(error))
         leave(2)
     except Exception as error:  # the parent must learn why its process ends
-        pipe.report("error", text=f"{type(error).__name__}: {error}", bad_input=False)
+        pipe.report("error", kind="", text=f"{type(error).__name__}: {error}")
         raise
     leave(0)

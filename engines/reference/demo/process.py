@@ -67,11 +67,11 @@ class DemoProcess:
             self._child.stdin.flush()
 
     def log_tail(self) -> str:
-        """The last lines of what the process printed, for an error message."""
+        """The last lines of what the process printed, as the end of an error message."""
         if self._log is None:
             return ""
         lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return " | ".join(lines[-LOG_TAIL_LINES:])
+        return ": " + " | ".join(lines[-LOG_TAIL_LINES:]) if lines else ""
 
     def stop(self) -> None:
         """Close its input, which ends it, and wait; kill it when it does not."""

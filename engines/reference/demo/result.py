@@ -65,7 +65,7 @@ class DemoResult:
 
     def failures(self) -> list[str]:
         """What is wrong, a line each."""
-        lines = [one.difference for one in self.requests if not one.bytes_equal]
+        lines = [f"{one.request_id}: {one.difference}" for one in self.requests if not one.bytes_equal]
         return lines + [f"{one.request_id}: {one.verdict}" for one in self.requests if not one.proof_passed]
 
     def as_json(self) -> dict[str, object]:

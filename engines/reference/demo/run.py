@@ -6,10 +6,12 @@ It prints nothing: `on_progress` gets one line at each step.
 from __future__ import annotations
 
 import queue
+import signal
 from collections.abc import Callable, Collection
 from typing import Any
 
-from pdlink.errors import DeadlineExceeded, InvalidInput
+from pdlink import errors
+from pdlink.errors import BackendUnavailable, DeadlineExceeded, InvalidInput, NotReady, PdlinkError
 from pdlink_engines.reference.demo.arrays import find_difference
 from pdlink_engines.reference.demo.process import DemoProcess, ProcessDied, Report
 from pdlink_engines.reference.demo.result import DemoResult, RequestResult
@@ -66,7 +68,7 @@ class _Run:
         self._on_progress(f"bootstrap serves at {self._address}")
         for process in (*self._prefill, self._decode):
             process.start(spec)
-        self._on_progress(f"{spec.cp} prefill ranks and decode load {spec.model}")
+        self._on_progress(f"prefill ranks: {spec.cp}; they and decode load {spec.model}")
         self._until({"ready": spec.cp + 1})
         self._take_layers()
         self._say("go", (*self._prefill, self._decode))
@@ -98,10 +100,9 @@ class _Run:
         event = str(report["event"])
         self._seen[event] = self._seen.get(event, 0) + 1
         if event == "error":
-            kind = InvalidInput if report["bad_input"] else ProcessDied
-            raise kind(report["text"] if report["bad_input"] else f"{process.name}: {report['text']}")
+            raise _same_error(process.name, str(report["kind"]), str(report["text"]))
         if event == "exit" and report["code"] != 0:
-            raise ProcessDied(f"{process.name} ended with code {report['code']}: {process.log_tail()}")
+            raise ProcessDied(f"{process.name} {_how_it_ended(int(report['code']))}{process.log_tail()}")
         handler = getattr(self, f"_on_{event}", None)
         if handler:
             handler(process, report)
@@ -131,7 +132,7 @@ class _Run:
     def _on_generated(self, process: DemoProcess, report: dict[str, Any]) -> None:
         request = self._requests[report["request"]]
         request.tokens, request.text = report["tokens"], report["text"]
-        self._on_progress(f"{request.request_id}: decode generated {len(request.tokens)} tokens")
+        self._on_progress(f"{request.request_id}: decode generated {len(request.tokens)} token(s)")
 
     def _on_unsplit(self, process: DemoProcess, report: dict[str, Any]) -> None:
         self._result.kv_bytes_unsplit = report["owned_bytes"]
@@ -160,3 +161,15 @@ class _Run:
     def _say(self, command: str, processes: Collection[DemoProcess]) -> None:
         for process in processes:
             process.say(command)
+
+
+def _same_error(process: str, kind: str, text: str) -> PdlinkError:
+    """What a child refused, as the error that it was there: its class decides the exit code."""
+    found = getattr(errors, kind, None)
+    if isinstance(found, type) and issubclass(found, InvalidInput | BackendUnavailable | NotReady):
+        return found(text)
+    return ProcessDied(f"{process}: {text}")
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -80,11 +80,17 @@ def check_spec(spec: DemoSpec) -> DemoSpec:
             f"--cp {spec.cp} is more than the {layout.num_layers} layers of {spec.model!r}; every rank owns "
             f"at least one, so give at most {layout.num_layers}"
         )
+    if spec.inject is Damage.SWAP_LAYERS and not _some_rank_has_two_layers(spec):
+        raise InvalidInput(f"--inject {spec.inject} needs a rank with two layers, so give --cp below {spec.cp}")
     if not spec.prompts or not all(spec.prompts):
         raise InvalidInput("a prompt is empty; give some text")
     if spec.inject in (Damage.SKIP_OWNER, Damage.STALE_SCRATCH) and spec.cp < 2:
         raise InvalidInput(f"--inject {spec.inject} needs layers of another rank, so give --cp 2 or more")
     return spec
+
+
+def _some_rank_has_two_layers(spec: DemoSpec) -> bool:
+    return any(len(layers) > 1 for owned in spec.plan().owned.values() for layers in owned.values())
 
 
 def read_prompts(prompts: list[str], path: Path | None) -> tuple[str, ...]:
