@@ -24,7 +24,7 @@ def test_the_embedding_example_runs_as_it_stands() -> None:
         [sys.executable, "-W", "error", "-c", example], capture_output=True, text=True, timeout=50, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == "b'first token'"
+    assert ended.stdout.strip() == "b'first token' [1, 5, 6, 10]"
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"^make (\w+)", "\n".join(blocks("bash")), re.MULTILINE))))
