@@ -7,8 +7,8 @@ Facts that shape it, seen with nixl 1.5.1 (UCX 1.23):
   Loading the system's libibverbs on its own first makes each copy use its own symbols.
 - An agent without a progress thread moves bytes only inside calls on it, and when it is destroyed nothing of its
   transfers lands any more. `remove_remote_agent` and releasing a handle promise no such thing.
-- Over tcp, UCX may abort an owner ("stubs.c:107 Assertion `0' failed") that finds, in one look, requests of a reader and
-  the end of its connection: 5 of 12 times when a reader with 2,048 reads under way was killed, 0 of 10 with 64.
+- Over tcp, UCX may abort an owner ("stubs.c:107 Assertion `0' failed") that finds, in one look, requests of a reader
+  and the end of its connection: 5 of 12 times when a reader with 2,048 reads under way was killed, 0 of 10 with 64.
 - UCX says little about what it chose; UCX_LOG_LEVEL=info prints the transports and devices of every connection.
 """
 
