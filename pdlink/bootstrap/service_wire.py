@@ -18,6 +18,7 @@ from pdlink.bootstrap.messages import (
     RankInfo,
     Registration,
     WorkerKey,
+    check_name,
 )
 from pdlink.errors import FrameError
 from pdlink.layout.staging import StagingArea
@@ -194,14 +195,18 @@ def _unpack_transports(messages: Sequence[pb.Transport]) -> dict[str, bytes]:
 def _pack_staging(area: StagingArea | None) -> pb.StagingArea | None:
     if area is None:
         return None
-    return pb.StagingArea(base_address=area.base_address, slot_bytes=area.slot_bytes, num_slots=area.num_slots)
+    shape = {"base_address": area.base_address, "slot_bytes": area.slot_bytes, "num_slots": area.num_slots}
+    return pb.StagingArea(**shape, backends=area.backends)
 
 
 def _unpack_staging(message: pb.RankInfo) -> StagingArea | None:
     if not message.HasField("staging"):
         return None
     area = message.staging
-    return StagingArea(area.base_address, area.slot_bytes, area.num_slots)
+    wire.bounded("staging.backends", len(area.backends), MAX_TRANSPORTS)
+    for name in area.backends:
+        check_name("staging backend", name)
+    return StagingArea(area.base_address, area.slot_bytes, area.num_slots, tuple(area.backends))
 
 
 def _require(message: pb.Registration | pb.RankInfo | pb.PrefillServerInfo, what: str, *fields: str) -> None:

@@ -152,7 +152,7 @@ class Puller:
         choice = self._choice
         return (
             choice is not None
-            and not self.ways.may_stage(choice.backend)
+            and not self.ways.may_stage(job.pull, choice.backend)
             and choice.backend.capabilities.works_in_poll
             and job.pull.digests is None
             and job.pull.batch.nbytes <= INLINE_BYTES
@@ -204,10 +204,12 @@ class Puller:
 
     def _move(self, job: PullJob) -> Failure | None:
         backend = self._connected()
-        if self.ways.pick(job.pull, backend).way is not Way.STAGED:
-            return self._finish(backend, self._submit(backend, job.pull.batch), job)
-        assert self.ways.staging is not None
         wire = _JobWire(self, backend, job)
+        if failure := self.ways.calibrate(job.pull, backend, wire):
+            return failure
+        if self.ways.pick(job.pull, backend).way is not Way.STAGED:
+            return wire.finish(wire.start(job.pull.batch))
+        assert self.ways.staging is not None
         return StagedPull(self.ways.staging, job.pull, job.key, self._tickets, job.send, job.stop.is_set, wire).run()
 
     def _finish(self, backend: Backend, handle: PullHandle, job: PullJob) -> Failure | None:

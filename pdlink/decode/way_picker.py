@@ -1,5 +1,5 @@
 """Owns the way of each pull from one prefill rank: what staging there is, what a link costs, and the choice, told to
-whoever listens. The rule itself is in `transfer/ways.py`, and nothing is moved here.
+whoever listens. The rule itself is in `transfer/ways.py`, the measuring in `calibration`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ from pdlink.backends.staging import Arena
 from pdlink.bootstrap.messages import RankInfo
 from pdlink.config import Settings
 from pdlink.decode.actions import Pull
+from pdlink.decode.calibration import measure, num_rows
 from pdlink.decode.stage_inbox import StageInbox
-from pdlink.decode.staged_pull import StagingLink
+from pdlink.decode.staged_pull import StagingLink, Wire
 from pdlink.errors import PlanError
 from pdlink.events import Events
+from pdlink.transfer.failure import Failure
 from pdlink.transfer.ways import Way, WayChoice, WireCost, Workload, choose_way
 
 log = logging.getLogger("pdlink.decode")
+
+LEAST_DESCRIPTORS = 16
+"""Fewer are never worth a measurement, let alone packing."""
 
 
 class WayPicker:
@@ -38,20 +43,48 @@ class WayPicker:
         else:
             self.staging = StagingLink(arena, rank.staging, self.inbox, settings)
         self._warned = ""
+        self._measured: dict[tuple[str, int], WireCost] = {}
+        """(backend, bits of the row size) -> what was measured."""
 
-    def may_stage(self, backend: Backend) -> bool:
-        """Whether a pull over `backend` may take the staged way, and so wait for its owner."""
-        if self.staging is None or self._settings.way == "direct":
+    def may_stage(self, pull: Pull, backend: Backend) -> bool:
+        """Whether `pull` may take the staged way over `backend`, and so wait for its owner."""
+        if self._why_not(pull, backend) or self._settings.way == "direct":
             return False
         return self._settings.way == "staged" or not backend.capabilities.gathers
 
+    def calibrate(self, pull: Pull, backend: Backend, wire: Wire) -> Failure | None:
+        """Measure the link for rows like those of `pull`, once, where that could decide. Returns what went wrong.
+
+        Without a free slot it is left to a later pull.
+        """
+        place = (backend.name, _row_bytes(pull).bit_length())
+        staging = self.staging
+        undecided = self._settings.way == "auto" and self.may_stage(pull, backend)
+        if staging is None or not undecided or place in self._measured:
+            return None
+        if not num_rows(staging, _row_bytes(pull)) or (slot := staging.arena.slots.try_take()) is None:
+            return None
+        try:
+            found = measure(staging, wire, self._rank.worker_id, slot, _row_bytes(pull))
+        finally:
+            staging.arena.slots.give(slot)
+        if isinstance(found, Failure):
+            return found
+        self._measured[place] = found
+        log.info(
+            "link to %s over %s: %.1f us a descriptor of about %d bytes, %.2f GB/s",
+            self._rank.worker_id,
+            backend.name,
+            found.per_descriptor_s * 1e6,
+            _row_bytes(pull),
+            found.bytes_per_s / 1e9,
+        )
+        return None
+
     def pick(self, pull: Pull, backend: Backend) -> WayChoice:
         """The way for one pull over `backend`."""
-        facts = backend.capabilities
-        cost = WireCost(facts.cost_per_descriptor_s, facts.bytes_per_s, facts.gathers)
-        obstacle = self._obstacle
-        if self.staging and backend.name not in self.staging.arena.backends:
-            obstacle = f"backend {backend.name} does not move host memory"
+        cost = self._cost(pull, backend)
+        obstacle = self._why_not(pull, backend)
         load = Workload(pull.batch.nbytes, pull.batch.num_descriptors, None if obstacle else self._num_pieces(pull))
         choice = self.last = choose_way(self._settings.way, load, cost, obstacle)
         log.debug("pull from %s over %s %s", self._rank.worker_id, backend.name, choice.explain())
@@ -75,9 +108,32 @@ class WayPicker:
         """How the newest pull moved and why; empty before the first."""
         return self.last.explain() if self.last else ""
 
+    def _why_not(self, pull: Pull, backend: Backend) -> str:
+        """What keeps `pull` from being staged over `backend`, or nothing."""
+        staging = self.staging
+        if staging is None:
+            return self._obstacle
+        if backend.name not in staging.arena.area.backends:
+            return f"backend {backend.name} does not reach the staging slots of this side"
+        if backend.name not in staging.source.backends:
+            return f"backend {backend.name} does not reach the staging slots of {self._rank.worker_id}"
+        if self._settings.way == "auto" and pull.batch.num_descriptors < LEAST_DESCRIPTORS:
+            return f"{pull.batch.num_descriptors} descriptors are too few to pack"
+        return ""
+
+    def _cost(self, pull: Pull, backend: Backend) -> WireCost:
+        facts = backend.capabilities
+        said = WireCost(facts.cost_per_descriptor_s, facts.bytes_per_s, facts.gathers)
+        return self._measured.get((backend.name, _row_bytes(pull).bit_length()), said)
+
     def _num_pieces(self, pull: Pull) -> int | None:
         assert self.staging is not None
         try:
             return len(self.staging.pieces(pull))
         except PlanError:
             return None
+
+
+def _row_bytes(pull: Pull) -> int:
+    """What a descriptor of the direct way moves, on average."""
+    return max(1, pull.batch.nbytes // max(1, pull.batch.num_descriptors))

@@ -16,12 +16,13 @@ COMPONENT = "staging"
 class StagingArea:
     """`num_slots` slots of `slot_bytes` bytes each, one after the other from `base_address`, in host memory.
 
-    Raises `LayoutError` for what cannot be memory.
+    `backends` names those that can move bytes into and out of it. Raises `LayoutError` for what cannot be memory.
     """
 
     base_address: int
     slot_bytes: int
     num_slots: int
+    backends: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_slots <= MAX_SLOTS or self.slot_bytes < 1:

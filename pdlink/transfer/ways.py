@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-COPY_BYTES_PER_S = 6e9
+COPY_BYTES_PER_S = 4e9
 """One core copying pages between host addresses."""
 COPY_ROW_S = 1e-6
 """What one more run of pages costs a copy of ours."""

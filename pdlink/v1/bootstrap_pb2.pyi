@@ -28,14 +28,16 @@ class Transport(_message.Message):
     def __init__(self, name: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class StagingArea(_message.Message):
-    __slots__ = ("base_address", "slot_bytes", "num_slots")
+    __slots__ = ("base_address", "slot_bytes", "num_slots", "backends")
     BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SLOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    BACKENDS_FIELD_NUMBER: _ClassVar[int]
     base_address: int
     slot_bytes: int
     num_slots: int
-    def __init__(self, base_address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    backends: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, base_address: _Optional[int] = ..., slot_bytes: _Optional[int] = ..., num_slots: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("worker_id", "incarnation", "coordinates", "owned", "regions", "control_endpoint", "transports", "staging")

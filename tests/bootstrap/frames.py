@@ -79,7 +79,7 @@ def region(name: str, layer: int) -> Region:
 
 SIZES = ParallelSizes(cp=3)
 KINDS = {"latent": PlanKind.SPLIT, "index_k": PlanKind.SPLIT, "draft.k": PlanKind.REPLICATED}
-STAGING = replace(ranks()[1], staging=StagingArea(0x7200_0000_0000, 8 << 20, 4))
+STAGING = replace(ranks()[1], staging=StagingArea(0x7200_0000_0000, 8 << 20, 4, ("mooncake", "nixl")))
 REGISTRATION = Registration("glm/prefill", PROTOCOL, layout(), SIZES, KINDS, ranks()[0])
 INFO = PrefillServerInfo("glm/prefill", PROTOCOL, layout(), fingerprint(layout()), SIZES, KINDS, ranks(), 12345)
 OTHER = CacheLayout(3, (latent(32, range(3), bytes_per_token=656, dtype="uint8"),))

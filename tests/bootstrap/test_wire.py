@@ -72,6 +72,14 @@ def test_a_staging_area_that_cannot_be_memory_is_refused(field, value, text):
         service_wire.unpack_rank_info(message)
 
 
+@pytest.mark.parametrize("names", [["a\nb"], [""], [str(number) for number in range(17)]])
+def test_backends_of_a_staging_area_are_names_and_not_too_many(names):
+    message = service_wire.pack_rank_info(STAGING)
+    message.staging.backends.extend(names)
+    with pytest.raises(FrameError, match="staging"):
+        service_wire.unpack_rank_info(message)
+
+
 def changed(path, value):
     """The golden registration with one wire field set; `path` is dotted, a number indexes."""
     message = service_wire.pack_registration(REGISTRATION)

@@ -88,7 +88,7 @@ def test_a_piece_lies_in_its_slot_as_it_was_asked_for(rig: Rig) -> None:
     assert (got.ticket, got.offset, got.generation) == (1, got.slot * area.slot_bytes, ready.generation)
     cells = [("index_k", 1, 132 * 64), ("latent", 0, LATENT_BYTES), ("latent", 1, LATENT_BYTES)]
     assert got.nbytes == sum(nbytes for _, _, nbytes in cells)
-    packed = arena(rig.owner.node)._segment.array[got.offset : got.offset + got.nbytes].tobytes()
+    packed = arena(rig.owner.node).block.array[got.offset : got.offset + got.nbytes].tobytes()
     assert packed == b"".join(page_pattern("t", name, layer, 1, nbytes).tobytes() for name, layer, nbytes in cells)
 
 
