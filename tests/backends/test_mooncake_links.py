@@ -102,7 +102,7 @@ def test_pages_taken_back_and_reused_while_a_reader_pulls_never_make_a_success(s
 @pytest.mark.parametrize("then", ["resumes", "is killed", "never resumes"])
 @pytest.mark.timeout(120)
 def test_a_rank_that_stops_costs_the_deadline_and_writes_nothing_into_pages_handed_out_again(site, stack, then):
-    ranks = [Rank(stack, site, number) for number in range(CP)]
+    ranks = [Rank(stack, site, number, backends="mooncake") for number in range(CP)]
     assert [rank.read() for rank in ranks] == [{"ready": True}] * CP
     decode, gate = gated(
         site, NUM_LAYERS, liveness_timeout_s=0.8, keepalive_interval_s=0.2, drain_timeout_s=1.0, abort_ack_timeout_s=0.3
