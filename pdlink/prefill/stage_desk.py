@@ -20,6 +20,9 @@ from pdlink.prefill.stager import Key, Stager
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
 
+MAX_TICKETS = 64
+"""Pieces that one attempt may wait for at once. A reader of ours never asks for more than a few."""
+
 
 class StageDesk:
     """The staging frames of one prefill worker. Without an `arena` it refuses every Stage."""
@@ -72,6 +75,9 @@ class StageDesk:
             text = "whoever asks for pages to be staged is no reader of this request (any more)"
             known = sender.failure if sender else None
             self._fail(route, frame, known or Failure(FailureReason.STALE, text))
+        elif stager.num_tickets(key) >= MAX_TICKETS and not stager.knows(key, body.ticket):
+            text = f"a reader asks for more than {MAX_TICKETS} staged pieces at once"
+            self._fail(route, frame, Failure(FailureReason.LIMIT, text))
         elif not stager.knows(key, body.ticket):
             self._admit(stager, sender, route, frame, body)
 

@@ -104,6 +104,11 @@ class Stager:
 
     # --- under the worker's lock --------------------------------------------------------------------
 
+    def num_tickets(self, key: Key) -> int:
+        """Pieces of an attempt that are asked for, or packed and not given back."""
+        reading = self._readings.get(key)
+        return len(reading.tickets) if reading else 0
+
     def knows(self, key: Key, number: int) -> bool:
         """Whether this ticket has been asked for before; one that is packed is answered again."""
         reading = self._readings.get(key)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pdlink.address import Address, advertised
 from pdlink.backends.base import Backend
 from pdlink.backends.staging import Arena
-from pdlink.bootstrap import compat
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration, Side
 from pdlink.config import Settings
@@ -34,17 +33,17 @@ from pdlink.control.frames import (
     Stage,
     Subscribe,
     Subscribed,
-    Verdict,
 )
 from pdlink.control.loop import ControlLoop
 from pdlink.errors import DuplicateTransfer, InvalidInput, LayoutError, RegionError, StateError
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.election import may_send_aux
-from pdlink.layout.fingerprint import Fingerprint, fingerprint
+from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.layer_plan import OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import Region, check_region
+from pdlink.prefill import admission
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.early import Early
 from pdlink.prefill.leases import AnswerBook, ExpiringBook
@@ -222,7 +221,7 @@ class PrefillWorker:
 
     def _on_subscribe(self, route: bytes, frame: Frame, body: Subscribe) -> None:
         sender = self._senders.get(frame.transfer_id)
-        refusal = self._refusal(body)
+        refusal = admission.refusal(self._side, self.rank.worker_id, self.rank.incarnation, body)
         if sender and not refusal:
             self._serve(1)
         if refusal:
@@ -251,7 +250,7 @@ class PrefillWorker:
         elif sender and (body.pulled or not sender.poll().is_final):
             self._answers.put(key, sender.on_release(route, frame.attempt, body), now)
         else:
-            verdict = self._verdict_without_request(body)
+            verdict = admission.verdict_without_request(self.rank.worker_id, body)
             self._answers.put(key, verdict, now)
             self._reply(route, frame, verdict)
             if verdict.unchanged and sender is None:
@@ -295,36 +294,12 @@ class PrefillWorker:
         for backend in self._backends.values():
             backend.serve(self.rank.worker_id, num_readers)
 
-    def _refusal(self, body: Subscribe) -> Failure | None:
-        """Protocol, then fingerprint, then who is meant: the order in which both sides check."""
-        theirs = body.fingerprint
-        if theirs is None and body.fingerprint_digest == self._side.fingerprint.digest:
-            theirs = self._side.fingerprint
-        if theirs is None:
-            theirs = Fingerprint((("fingerprint", body.fingerprint_digest.hex()),))
-        mismatches = compat.check(self._side, Side(body.protocol, theirs))
-        if mismatches:
-            return Failure.incompatible(mismatches, body.readers.decode_instance, "subscribe")
-        if body.incarnation != self.rank.incarnation:
-            text = (
-                f"{self.rank.worker_id} has incarnation {self.rank.incarnation}, the subscribe means "
-                f"{body.incarnation}: the process was replaced"
-            )
-            return Failure(FailureReason.STALE, text, self.rank.worker_id, "subscribe", "resolve again")
-        return None
-
     def _refuse(self, route: bytes, frame: Frame, body: Subscribe, sender: Sender | None, refusal: Failure) -> None:
         """Fail this end too: the open request, or the one that the engine will open."""
         if sender:
             sender.stop(body.readers, frame.attempt, refusal)
         else:
             self._keep_early(route, frame, Abort(refusal, body.readers))
-
-    def _verdict_without_request(self, body: Release) -> Verdict:
-        if not body.pulled:
-            return Verdict(True)
-        text = f"{self.rank.worker_id} does not know this request (any more), so it cannot vouch for its pages"
-        return Verdict(False, Failure(FailureReason.STALE, text, self.rank.worker_id, "confirming"))
 
     def _keep_early(self, route: bytes, frame: Frame, body: Subscribe | Release | Abort) -> None:
         now = self._loop.clock()

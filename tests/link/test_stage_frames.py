@@ -16,6 +16,7 @@ from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
 from pdlink.prefill.sender import Sender
+from pdlink.prefill.stage_desk import MAX_TICKETS
 from pdlink.testing.pattern import page_pattern
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
@@ -173,6 +174,21 @@ def test_a_reader_that_asks_for_what_is_not_there_fails_its_request_and_takes_no
     assert_slots_back([rig.owner.node])
     with pytest.raises(TransferFailed, match=text):
         rig.sender.raise_failure()
+
+
+def test_a_reader_that_asks_for_pieces_without_end_fails_its_request(rig: Rig) -> None:
+    rig.publish()
+    for ticket in range(1, MAX_TICKETS + 1):
+        rig.ask(stage(ticket))
+    rig.peer.collect()
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.ask(stage(1))  # a repeat is no new piece
+    rig.peer.collect()
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.ask(stage(MAX_TICKETS + 1))
+    (failed,) = rig.peer.answers(Failed)
+    assert failed.cause.reason is FailureReason.LIMIT
+    assert_slots_back([rig.owner.node])
 
 
 @pytest.mark.parametrize("who", ["no such request", "no reader"])

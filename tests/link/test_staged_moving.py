@@ -8,9 +8,12 @@ import logging
 import pytest
 
 from pdlink.events import Event
+from pdlink.layout.layer_plan import LayerPlan
+from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
+from pdlink.prefill.worker import PrefillRank
 from pdlink.transfer.states import SenderState
-from tests.link.rig import DEADLINE_S, PAGE_SIZE, Site, assert_all, assert_whole, make_layout
+from tests.link.rig import DEADLINE_S, PAGE_SIZE, Owner, Site, assert_all, assert_whole, make_layout
 from tests.link.staged import arena, assert_slots_back, pair, publish_scattered, staged_site
 from tests.link.test_moving import two_groups
 
@@ -113,6 +116,28 @@ def test_two_decode_ranks_pull_one_request(site: Site) -> None:
         assert_whole(one, "t", targets[index])
     assert_all(senders, SenderState.RELEASED)
     assert_slots_back([one.node for one in (*decodes, *owners)])
+
+
+def test_ranks_of_one_process_share_its_slots(site: Site) -> None:
+    layout = make_layout(4)
+    sizes = ParallelSizes(cp=2)
+    plan = LayerPlan.balanced(layout, sizes)
+    node = site.node(staging_slots=1)
+    owners = []
+    for rank in sizes.ranks():
+        pool = site.pool(layout, plan.owned[rank])
+        info = PrefillRank("pre", layout, sizes, rank, plan.kinds, plan.owned[rank], pool.regions)
+        owners.append(Owner(node, node.prefill(info, [site.bootstrap.address]), pool))
+        owners[-1].worker.wait_registered(DEADLINE_S)
+    decode = site.decode(layout, staging_slots=4)
+    target = {"kv": site.scatter(decode.pool, 6)}
+    receiver = decode.worker.receive("t", site.instance, target, 6 * PAGE_SIZE)
+    senders = publish_scattered(site, owners, 6)
+    receiver.wait(DEADLINE_S)
+    assert_whole(decode, "t", target)
+    assert_all(senders, SenderState.RELEASED)
+    owners[0].worker.close()  # which leaves the slots to the other
+    assert_slots_back([node, decode.node])
 
 
 # --- which way, and why ------------------------------------------------------------------------------
