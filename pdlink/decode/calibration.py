@@ -5,7 +5,7 @@ It pulls a little from the owner's staging area into an own slot. What that brin
 
 from __future__ import annotations
 
-import time
+from time import perf_counter
 
 import numpy as np
 
@@ -54,9 +54,9 @@ def _apart(worker_id: str, source: int, destination: int, rows: int, row_bytes: 
 def _quickest(wire: Wire, batch: PullBatch) -> float | Failure:
     seconds = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = perf_counter()
         failure = wire.finish(wire.start(batch))
         if failure:
             return failure
-        seconds.append(time.perf_counter() - began)
+        seconds.append(perf_counter() - began)
     return max(min(seconds), 1e-9)

@@ -72,8 +72,8 @@ class Live:
 
     def _on_staged(self, worker_id: str, body: Staged) -> None:
         """For the puller; a slot that it does not read (any more) goes back, as its credit may have been lost."""
-        assert self.link is not None
-        if not self.link.ranks[worker_id].puller.ways.inbox.put(self.key, body):
+        rank = self.link.ranks.get(worker_id) if self.link else None
+        if rank and not rank.puller.ways.inbox.put(self.key, body):
             self.send(worker_id, Credit((body.slot,), (body.stamp,)))
 
     def show(self) -> bool:

@@ -87,7 +87,8 @@ class WayPicker:
         obstacle = self._why_not(pull, backend)
         load = Workload(pull.batch.nbytes, pull.batch.num_descriptors, None if obstacle else self._num_pieces(pull))
         choice = self.last = choose_way(self._settings.way, load, cost, obstacle)
-        log.debug("pull from %s over %s %s", self._rank.worker_id, backend.name, choice.explain())
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("pull from %s over %s %s", self._rank.worker_id, backend.name, choice.explain())
         if self._settings.way == "staged" and choice.way is not Way.STAGED and choice.reason != self._warned:
             self._warned = choice.reason
             log.warning("pulls from %s are not staged: %s", self._rank.worker_id, choice.reason)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import time
 
 import pytest
 
 from pdlink.backends.base import Backend, PullHandle, PullStatus
+from pdlink.decode import calibration
 from pdlink.decode.receiver import ReceiveResult
 from pdlink.errors import BackendError, TransferFailed
 from pdlink.transfer.descriptors import PullBatch
@@ -21,19 +21,20 @@ NUM_PAGES = 12
 
 
 class Costly(Gate):
-    """A transport to which every descriptor costs a millisecond, or `each_s`."""
+    """A transport that takes `each_s` for every descriptor, and a nanosecond for ten bytes, by a clock of its own."""
 
-    each_s = 1e-3
+    each_s = 100e-6
 
     def __init__(self, inner: Backend) -> None:
         super().__init__(inner)
         self.open.set()
         self.capabilities = dataclasses.replace(inner.capabilities, gathers=False)
         self.batches: list[int] = []
+        self.now_s = 0.0
 
     def submit(self, batch: PullBatch) -> PullHandle:
         self.batches.append(batch.num_descriptors)
-        time.sleep(self.each_s * batch.num_descriptors)
+        self.now_s += self.each_s * batch.num_descriptors + batch.nbytes / 10e9
         return super().submit(batch)
 
 
@@ -54,8 +55,8 @@ def site(stack: contextlib.ExitStack) -> Site:
     return staged_site(stack, staging_slot_bytes=1 << 20)
 
 
-def auto(site: Site, kind: type[Costly], **settings: object) -> tuple[Decode, Costly]:
-    """A decode side that is free to choose. What it pulls from packs for whoever asks."""
+def auto(site: Site, kind: type[Costly], monkeypatch: pytest.MonkeyPatch) -> tuple[Decode, Costly]:
+    """A decode side that is free to choose, and whose clock of measurements is the transport's."""
     made: list[Costly] = []
 
     def wrap(inner: Backend) -> Backend:
@@ -63,8 +64,9 @@ def auto(site: Site, kind: type[Costly], **settings: object) -> tuple[Decode, Co
         return made[0]
 
     layout = make_layout(4, page_size=PAGE_SIZE, latent_bytes=16)
-    settings = {"way": "auto", "backends": "ipc"} | settings
-    return site.decode(layout, wrap=wrap, num_pages=64, **settings), made[0]
+    decode = site.decode(layout, wrap=wrap, num_pages=64, way="auto")
+    monkeypatch.setattr(calibration, "perf_counter", lambda: made[0].now_s)
+    return decode, made[0]
 
 
 def pull(site: Site, owners: list[Owner], decode: Decode, name: str, num_pages: int = NUM_PAGES) -> ReceiveResult:
@@ -81,10 +83,10 @@ def owners_of(site: Site) -> list[Owner]:
 
 
 def test_scattered_pages_are_packed_over_a_link_whose_descriptors_are_measured_to_be_expensive(
-    site: Site, caplog: pytest.LogCaptureFixture
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     owners = owners_of(site)
-    decode, backend = auto(site, Costly)
+    decode, backend = auto(site, Costly, monkeypatch)
     with caplog.at_level(logging.INFO, "pdlink.decode"):
         assert set(pull(site, owners, decode, "a").ways.values()) == {("staged",)}
     assert len([one for one in caplog.records if "us a descriptor" in one.message]) == 1
@@ -96,9 +98,11 @@ def test_scattered_pages_are_packed_over_a_link_whose_descriptors_are_measured_t
     assert_slots_back([decode.node, owners[0].node])
 
 
-def test_pages_stay_where_they_are_over_a_link_whose_descriptors_are_measured_to_be_cheap(site: Site) -> None:
+def test_pages_stay_where_they_are_over_a_link_whose_descriptors_are_measured_to_be_cheap(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owners = owners_of(site)
-    decode, _ = auto(site, Cheap)
+    decode, _ = auto(site, Cheap, monkeypatch)
     result = pull(site, owners, decode, "a")
     assert set(result.ways.values()) == {("direct",)}
     (text,) = decode.worker.explain(site.instance).values()
@@ -106,9 +110,9 @@ def test_pages_stay_where_they_are_over_a_link_whose_descriptors_are_measured_to
     assert_slots_back([decode.node, owners[0].node])
 
 
-def test_a_pull_of_few_descriptors_is_direct_and_measures_nothing(site: Site) -> None:
+def test_a_pull_of_few_descriptors_is_direct_and_measures_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     owners = owners_of(site)
-    decode, backend = auto(site, Costly)
+    decode, backend = auto(site, Costly, monkeypatch)
     result = pull(site, owners, decode, "a", num_pages=1)
     assert set(result.ways.values()) == {("direct",)}
     assert backend.batches == [8]
@@ -116,9 +120,11 @@ def test_a_pull_of_few_descriptors_is_direct_and_measures_nothing(site: Site) ->
     assert "too few to pack" in text
 
 
-def test_a_link_that_fails_while_it_is_measured_fails_the_request_with_its_reason(site: Site) -> None:
+def test_a_link_that_fails_while_it_is_measured_fails_the_request_with_its_reason(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owners = owners_of(site)
-    decode, _ = auto(site, Failing)
+    decode, _ = auto(site, Failing, monkeypatch)
     receiver = decode.worker.receive("a", site.instance, {"kv": list(range(NUM_PAGES))}, NUM_PAGES * PAGE_SIZE)
     publish_scattered(site, owners, NUM_PAGES, "a")
     with pytest.raises(TransferFailed, match="the link is down"):
@@ -127,12 +133,12 @@ def test_a_link_that_fails_while_it_is_measured_fails_the_request_with_its_reaso
 
 
 def test_pages_are_not_packed_where_the_owner_reaches_its_slots_over_another_backend_only(
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owner is free to choose, and has nothing but a backend that gathers: it offers no slots."""
     site = staged_site(stack, way="auto")
     owners = owners_of(site)
-    decode, _ = auto(site, Costly)
+    decode, _ = auto(site, Costly, monkeypatch)
     assert set(pull(site, owners, decode, "a").ways.values()) == {("direct",)}
     (text,) = decode.worker.explain(site.instance).values()
     assert "offers no staging slots" in text
