@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
 
 from pdlink.backends.staging import Arena
 from pdlink.layout.components import CacheLayout
 from pdlink.prefill.sender import Sender
 from pdlink.runtime.node import Node
-from tests.link.rig import Decode, Owner, Site, make_layout, wait_until
+from pdlink.transfer.descriptors import PullBatch
+from tests.link.rig import DEADLINE_S, Decode, Owner, Site, make_layout, wait_until
 
 SLOT_BYTES = 128 << 10
 """Three latent pages of 64 tokens, so that requests of a few pages take several pieces."""
@@ -53,3 +58,18 @@ def publish_scattered(site: Site, owners: Sequence[Owner], num_pages: int, trans
 def pair(site: Site, cp: int = 2, num_layers: int = 4, **settings: object) -> tuple[CacheLayout, list[Owner], Decode]:
     layout = make_layout(num_layers)
     return layout, site.prefill(layout, cp, **settings), site.decode(layout, staging_slots=cp * 2)
+
+
+class HeldCopy:
+    """Packing (of module `stager`) or unpacking (of `staged_pull`) that does not begin before it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Event()
+        self._copy = module.copy
+        monkeypatch.setattr(module, "copy", self)
+
+    def __call__(self, batch: PullBatch, stop: Callable[[], bool]) -> bool:
+        self.begun.release()
+        assert self.go.wait(DEADLINE_S)
+        return bool(self._copy(batch, stop))

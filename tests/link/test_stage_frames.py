@@ -15,13 +15,14 @@ from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
+from pdlink.prefill import stager
 from pdlink.prefill.sender import Sender
 from pdlink.prefill.stage_desk import MAX_TICKETS
 from pdlink.testing.pattern import page_pattern
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
-from tests.link.rig import Owner, make_layout, wait_until
-from tests.link.staged import LATENT_BYTES, arena, assert_slots_back, staged_site
+from tests.link.rig import DEADLINE_S, Owner, make_layout, wait_until
+from tests.link.staged import LATENT_BYTES, HeldCopy, arena, assert_slots_back, staged_site
 from tests.prefill.peer import Peer
 
 LAYERS = {"latent": (0,)}
@@ -242,6 +243,24 @@ def test_an_attempt_that_a_newer_one_replaced_loses_its_slots_and_cannot_succeed
     (verdict,) = rig.peer.answers(Verdict)
     assert not verdict.unchanged
     assert rig.sender.poll() is SenderState.PUBLISHED
+
+
+def test_an_attempt_that_is_replaced_while_its_piece_is_packed_gets_no_slot(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink.prefill.sender.SILENT_AFTER_S", 0.0)
+    rig = Rig(stack)
+    rig.publish()
+    held = HeldCopy(monkeypatch, stager)
+    rig.ask(stage())
+    assert held.begun.acquire(timeout=DEADLINE_S)
+    assert rig.subscribe(2, rig.other) != []
+    desk = rig.owner.worker._desk._stager
+    assert desk is not None
+    wait_until(lambda: not list(desk._held()))
+    held.go.set()
+    assert_slots_back([rig.owner.node])
+    assert rig.peer.answers(Staged, 1) == []
 
 
 def test_a_slot_that_is_not_given_back_is_asked_for_again(stack: contextlib.ExitStack) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import threading
 
 import pytest
 
-from pdlink.backends.base import Backend
+from pdlink.backends.base import Backend, PullHandle, Settled
 from pdlink.control.frames import Credit, Frame, Stage, Staged
+from pdlink.decode import staged_pull
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import TransferFailed
 from pdlink.prefill import stager
@@ -29,7 +31,7 @@ from tests.link.rig import (
     make_layout,
     wait_until,
 )
-from tests.link.staged import arena, assert_slots_back, pair, publish_scattered, staged_site
+from tests.link.staged import SLOT_BYTES, HeldCopy, arena, assert_slots_back, pair, publish_scattered, staged_site
 from tests.link.test_frames import Once, _unreliable
 
 NUM_PAGES = 6
@@ -198,28 +200,13 @@ def test_pages_withdrawn_before_they_are_asked_for_never_make_a_success(site: Si
     serve(site, owners, decode)
 
 
-class HeldCopy:
-    """Packing that stops before it begins, until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun = threading.Semaphore(0)
-        self.go = threading.Event()
-        self._copy = stager.copy
-        monkeypatch.setattr(stager, "copy", self)
-
-    def __call__(self, batch, stop) -> bool:
-        self.begun.release()
-        assert self.go.wait(DEADLINE_S)
-        return self._copy(batch, stop)
-
-
 def test_pages_withdrawn_while_they_are_packed_are_not_given_to_the_reader(
     site: Site, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = make_layout(4)
     owners, decode = site.prefill(layout, 1, register=False), site.decode(layout)
     (proxy,) = put_between(site, stack, owners)
-    held = HeldCopy(monkeypatch)
+    held = HeldCopy(monkeypatch, stager)
     receiver, _ = receive(site, decode)
     (sender,) = publish_scattered(site, owners, NUM_PAGES)
     assert held.begun.acquire(timeout=DEADLINE_S)
@@ -287,6 +274,40 @@ def test_a_wire_that_never_says_quiet_is_fenced_and_its_slots_come_back(site: Si
     serve(site, owners, decode)
 
 
+def test_an_abort_while_one_piece_is_unpacked_waits_for_the_next_one_on_the_wire(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owners = site.prefill(make_layout(4), 1)
+    decode, gate = gated(site)
+    settled = threading.Semaphore(0)
+    settle = gate.settle
+
+    def look(handle: PullHandle) -> Settled:
+        settled.release()
+        return settle(handle)
+
+    monkeypatch.setattr(gate, "settle", look)
+    held = HeldCopy(monkeypatch, staged_pull)
+    receiver, _ = receive(site, decode)
+    publish_scattered(site, owners, NUM_PAGES)
+    gate.wait_held(1)
+    granted = owners[0].worker._desk._stager
+    assert granted is not None
+    wait_until(lambda: sum(one.answer is not None for one in granted._held()) == 2)
+    gate.open.set()
+    assert held.begun.acquire(timeout=DEADLINE_S)
+    gate.wait_held(1)
+    gate.quiet.clear()
+    receiver.abort()
+    held.go.set()
+    assert settled.acquire(timeout=DEADLINE_S)
+    assert receiver.poll() is ReceiverState.DRAINING
+    assert arena(decode.node).slots.num_free < 4
+    gate.quiet.set()
+    assert finished(receiver).poll() is ReceiverState.ABORTED
+    assert_slots_back([decode.node, owners[0].node])
+
+
 def test_an_abort_while_slots_are_waited_for_ends_at_once(site: Site) -> None:
     _, owners, decode = pair(site)
     held = [hold_all(owner.node) for owner in owners]
@@ -344,7 +365,7 @@ def test_an_owner_that_closes_while_it_packs_waits_for_the_end_of_it(
 ) -> None:
     """Whoever owns the pages may unmap them when `close` has returned."""
     _, owners, decode = pair(site, 1)
-    held = HeldCopy(monkeypatch)
+    held = HeldCopy(monkeypatch, stager)
     receiver, _ = receive(site, decode)
     publish_scattered(site, owners, NUM_PAGES)
     assert held.begun.acquire(timeout=DEADLINE_S)
@@ -419,7 +440,18 @@ def test_staged_requests_survive_frames_that_are_repeated_lost_and_reordered(
     assert_slots_back([decode.node, *(owner.node for owner in owners)])
 
 
-def test_a_staged_frame_that_lies_fails_the_request_and_moves_nothing(site: Site, stack: contextlib.ExitStack) -> None:
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"slot": 7, "offset": 7 * SLOT_BYTES}, r"staged .* bytes in slot 7"),
+        ({"offset": 3}, r"staged .* at 3; asked were"),
+        ({"nbytes": 1}, r"staged 1 bytes"),
+        ({"generation": 1}, r"was taken back before its pages were packed"),
+    ],
+)
+def test_a_staged_frame_that_lies_fails_the_request_and_moves_nothing(
+    site: Site, stack: contextlib.ExitStack, changes: dict[str, int], text: str
+) -> None:
     layout = make_layout(4)
     owners, decode = site.prefill(layout, 1, register=False), site.decode(layout)
     (proxy,) = put_between(site, stack, owners)
@@ -428,12 +460,12 @@ def test_a_staged_frame_that_lies_fails_the_request_and_moves_nothing(site: Site
         body = frame.body
         if not isinstance(body, Staged):
             return (frame,)
-        return (Frame(frame.transfer_id, frame.attempt, Staged(body.ticket, 7, 7 << 17, body.nbytes, 1, 1)),)
+        return (Frame(frame.transfer_id, frame.attempt, dataclasses.replace(body, **changes)),)
 
     proxy.to_decode = lie
     receiver, _ = receive(site, decode)
     publish_scattered(site, owners, NUM_PAGES)
-    with pytest.raises(TransferFailed, match=r"staged .* bytes in slot 7"):
+    with pytest.raises(TransferFailed, match=text):
         receiver.wait(DEADLINE_S)
     assert decode.pool.find_touched({}) is None
     assert_slots_back([decode.node, owners[0].node])
