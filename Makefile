@@ -17,7 +17,8 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 help:
 	@echo "make demo     run one layer-split request end to end (ARGS= passes options of 'pdlink demo')"
-	@echo "make test     run the tests (ARGS= passes options of pytest)"
+	@echo "make test     run the tests but the slow ones (ARGS= passes options of pytest)"
+	@echo "make test-all run every test"
 	@echo "make lint     ruff check, ruff format --check, mypy --strict"
 	@echo "make format   let ruff fix and format"
 	@echo "make proto    generate pdlink/v1 from proto/pdlink/v1"
@@ -30,6 +31,9 @@ demo: $(STAMP)
 	@$(BIN)/pdlink demo $(ARGS)
 
 test: $(STAMP) system-libraries
+	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(STAMP) system-libraries
 	@$(BIN)/python -m pytest $(ARGS)
 
 # The mooncake library loads libibverbs whatever it moves bytes over. Root on Debian or Ubuntu gets it here; elsewhere the

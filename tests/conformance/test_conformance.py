@@ -16,7 +16,12 @@ MISSING = {"mooncake-tcp": mooncake_missing()}
 """Setup -> what this machine lacks for it."""
 
 
-@pytest.fixture(scope="module", params=SETUPS)
+# In a hurry shared memory and one network engine stand for all.
+QUICK = ("ipc", "nixl-tcp")
+PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SETUPS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def runner(request):
     if reason := MISSING.get(request.param):
         pytest.skip(reason)

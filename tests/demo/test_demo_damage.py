@@ -14,7 +14,15 @@ from tests.demo.command import run_command
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]
 
 
-@pytest.mark.parametrize("damage", ["flip", "skip-owner", "stale-scratch", "swap-layers"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "flip",
+        pytest.param("skip-owner", marks=pytest.mark.slow),
+        "stale-scratch",
+        pytest.param("swap-layers", marks=pytest.mark.slow),
+    ],
+)
 def test_damage_exits_1_and_names_component_layer_and_page(damage: str, tmp_path: Path) -> None:
     ended = run_command(
         "demo", "--model", "glm-dsa-tiny", "--cp", "2", "--new-tokens", "4", "--inject", damage, "--json",

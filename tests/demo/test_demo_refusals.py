@@ -114,7 +114,14 @@ def running() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda one: one.name
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+    ids=lambda one: one.name,
 )
 def test_an_interrupted_demo_leaves_no_process_and_no_shared_memory(
     running: subprocess.Popen[str], number: signal.Signals

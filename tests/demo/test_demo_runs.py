@@ -14,9 +14,16 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]
 MODELS = ("glm-dsa-tiny", "smollm2")
 
 
-@pytest.fixture(
-    scope="module", params=[(model, cp) for model in MODELS for cp in (2, 3, 4)], ids=lambda one: f"{one[0]}-cp{one[1]}"
-)
+# In a hurry one run of each model stands for the others.
+QUICK = {("glm-dsa-tiny", 3), ("smollm2", 2)}
+RUNS = [
+    pytest.param((model, cp), id=f"{model}-cp{cp}", marks=[] if (model, cp) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for cp in (2, 3, 4)
+]
+
+
+@pytest.fixture(scope="module", params=RUNS)
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int, Ended, Path]:
     model, cp = request.param
     dump = tmp_path_factory.mktemp("dump")

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pdlink.backends import shm
 from pdlink.errors import DeadlineExceeded, PdlinkError
 
 END_TIMEOUT_S = 15.0
@@ -84,9 +85,10 @@ class Child:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it without a goodbye, stopped or not."""
+        """End it without a goodbye, stopped or not, and remove the shared memory that it could not."""
         self._process.kill()
         self._process.wait(END_TIMEOUT_S)
+        shm.sweep_stale()
 
     def close(self) -> int:
         """Ask it to end, by force when it is stopped or takes `END_TIMEOUT_S`; returns the exit code."""
@@ -101,6 +103,8 @@ class Child:
             self.kill()
         if self._process.stdout:
             self._process.stdout.close()
+        if self._process.returncode:
+            shm.sweep_stale()
         return self._process.returncode
 
     def _ended(self) -> ChildEnded:
