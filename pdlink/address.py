@@ -37,6 +37,11 @@ class Address:
         """Whether binding here would listen on every interface; such an address is never advertised."""
         return self.host in _WILDCARDS or (_is_ip(self.host) and ipaddress.ip_address(self.host).is_unspecified)
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it. A host name is one when it is `localhost`."""
+        return self.host == "localhost" or (_is_ip(self.host) and ipaddress.ip_address(self.host).is_loopback)
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if self.is_ipv6 else f"{self.host}:{self.port}"
 

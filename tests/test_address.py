@@ -96,3 +96,12 @@ def test_a_wildcard_bind_is_never_advertised(host):
 
 def test_a_bound_address_is_advertised_as_it_is():
     assert advertised(Address("::1", 5), None) == Address("::1", 5)
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True)]
+    + [("10.0.0.1", False), ("0.0.0.0", False), ("::", False), ("localhost.example.com", False), ("host", False)],
+)
+def test_loopback_is_what_only_this_machine_can_reach(host: str, loopback: bool) -> None:
+    assert Address(host, 1).is_loopback is loopback

@@ -11,10 +11,12 @@ import os
 import threading
 from contextlib import ExitStack
 
+from pdlink.address import Address
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
 from pdlink.backends.nixl_endpoint import RegionTable
 from pdlink.backends.nixl_link import NixlLink, NixlPull
 from pdlink.backends.nixl_server import NixlServer
+from pdlink.config import Settings
 from pdlink.errors import PeerGone, RegionError
 from pdlink.layout.regions import MemoryKind, Region
 from pdlink.transfer.descriptors import PullBatch
@@ -28,8 +30,14 @@ class NixlBackend(Backend):
     name = "nixl"
     capabilities = Capabilities(frozenset({MemoryKind.HOST}))
 
-    def __init__(self) -> None:
-        """Start the engine. Raises `BackendUnavailable` when nixl is not installed or finds no transport."""
+    def __init__(self, settings: Settings) -> None:
+        """Start the engine. Raises `BackendUnavailable` when nixl is not installed or finds no transport.
+
+        UCX listens on every interface that it may use. Where pdlink itself is reached over loopback only, so is UCX,
+        unless UCX_NET_DEVICES says otherwise.
+        """
+        if Address(settings.bind_host, 0).is_loopback:
+            os.environ.setdefault("UCX_NET_DEVICES", "lo")
         self._server = NixlServer()
         self._lock = threading.Lock()
         self._regions: dict[Region, int] = {}

@@ -24,7 +24,7 @@ _BUILT_IN = {
     "nixl": ("pdlink.backends.nixl", "NixlBackend"),
     "mooncake": ("pdlink.backends.mooncake", "MooncakeBackend"),
 }
-_CONFIGURED = frozenset({"mooncake"})
+_CONFIGURED = frozenset({"mooncake", "nixl"})
 """Those that are made with the process's settings."""
 AUTO_ORDER = ("ipc", "nixl")
 """Best first: bytes that need not leave the host should not.

@@ -1,5 +1,7 @@
 """What the nixl backend decides by itself, and how a process that has loaded nixl ends."""
 
+import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,3 +231,41 @@ agent.destroy()
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is still in use, so it cannot be taken down") == 2
+
+
+REACHED = """
+import json, os, psutil, sys
+from pdlink.backends.registry import open_backends
+from pdlink.config import load_settings
+backend = open_backends("nixl", load_settings(bind_host=sys.argv[1]))["nixl"]
+backend.endpoint()
+listening = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == "LISTEN"]
+print(json.dumps([listening, os.environ.get("UCX_NET_DEVICES")]))
+backend.close()
+"""
+
+
+def reached(host: str, **env: str) -> tuple[set[str], str | None]:
+    """Where UCX listens in a process whose control sockets bind `host`, and the devices that it was given."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    ended = subprocess.run(
+        [sys.executable, "-c", REACHED, host],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**clean, "UCX_TLS": "tcp,self", **env},
+    )
+    listening, devices = json.loads(ended.stdout)
+    return set(listening), devices
+
+
+def test_ucx_is_reached_over_loopback_only_where_pdlink_is():
+    assert reached("127.0.0.1") == ({"127.0.0.1"}, "lo")
+
+
+def test_another_bind_host_leaves_the_devices_to_ucx():
+    assert reached("192.0.2.1")[1] is None
+
+
+def test_the_operators_choice_of_devices_stays():
+    assert reached("127.0.0.1", UCX_NET_DEVICES="all")[1] == "all"
