@@ -198,3 +198,18 @@ def check_whole(owner: Owner, pool: PatternPool) -> None:
 def check_untouched(pool: PatternPool, why: str) -> None:
     touched = pool.find_touched()
     check(touched is None, f"{why}, yet bytes landed: {touched}")
+
+
+def check_works_again(rig: Rig, owner: Owner, pool: PatternPool, backend: Backend, why: str) -> None:
+    """Connect to an owner that lost its reader, and pull everything. `why` says how it was lost.
+
+    Where the setup says that the engine may end such an owner's process, an owner that has ended passes.
+    """
+    try:
+        backend.connect(owner.peer)
+        pull(backend, whole(owner, pool))
+        check_whole(owner, pool)
+    except BackendError:
+        if owner.process.is_alive:
+            raise
+        check(rig.setup.owners_may_end, f"an owner whose reader {why} has ended")

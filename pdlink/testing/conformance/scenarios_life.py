@@ -20,6 +20,7 @@ from pdlink.testing.conformance.rig import (
     check_pages,
     check_untouched,
     check_whole,
+    check_works_again,
     make_batch,
     pull,
     pull_part,
@@ -70,9 +71,7 @@ def a_fence_in_the_middle_of_a_pull_makes_it_quiet(rig: Rig) -> None:
     check_untouched(pool, "the peer was fenced")
     check(backend.settle(handle) is Settled.QUIET, "a pull of a fenced peer is not quiet")
     refused(lambda: backend.submit(whole(owner, pool)), BackendError, "a pull from a fenced peer")
-    backend.connect(owner.peer)
-    pull(backend, whole(owner, pool))
-    check_whole(owner, pool)
+    check_works_again(rig, owner, pool, backend, "fenced it in the middle of a pull")
 
 
 def connecting_again_is_cheap_and_disconnecting_twice_is_fine(rig: Rig) -> None:

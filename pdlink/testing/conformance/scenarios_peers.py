@@ -18,6 +18,7 @@ from pdlink.testing.conformance.rig import (
     check,
     check_untouched,
     check_whole,
+    check_works_again,
     pull,
     pull_part,
     quieten,
@@ -56,12 +57,7 @@ def a_stopped_peer_that_resumes_after_the_fence_writes_nothing(rig: Rig) -> None
         return
     owner.process.resume()
     _stays_quiet(rig, pool, "the peer has resumed after the fence")
-    if not owner.process.is_alive:
-        check(rig.setup.owners_may_end, "an owner that lost its reader while it was frozen has ended")
-        return
-    backend.connect(owner.peer)
-    pull(backend, whole(owner, pool))
-    check_whole(owner, pool)
+    check_works_again(rig, owner, pool, backend, "went while it was frozen")
 
 
 def a_stopped_peer_that_is_killed_after_the_fence_writes_nothing(rig: Rig) -> None:

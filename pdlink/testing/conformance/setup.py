@@ -30,8 +30,8 @@ class Setup:
     is not installed. `env` is set in every process of the suite before anything is imported. `fence_timeout_s` bounds
     how long `fence` may take, `watch_s` how long pages are watched for bytes that land late, and `idle_s` how long a
     link is left alone before it must still work. `num_thread_peers` is the number of threads that pull at once.
-    `owners_may_end` says of an engine that it is known to end an owner's process which was frozen while its reader went
-    away.
+    `owners_may_end` says of an engine that it is known to end an owner's process whose reader went away in the middle
+    of a pull.
     """
 
     backend: str
