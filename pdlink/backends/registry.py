@@ -133,7 +133,8 @@ def _load(name: str, make: Callable[[], Backend]) -> Backend:
     try:
         made = make()
     except (ImportError, AttributeError) as error:
-        raise BackendUnavailable(f"backend {name} is not installed: {error}; pip install 'pdlink[{name}]'") from error
+        # Our own backends name what to install themselves; only its author knows that of another.
+        raise BackendUnavailable(f"backend {name} is not installed: {error}") from error
     called = getattr(made, "name", None)
     if called != name:
         # Peers and settings speak of a backend by this name.

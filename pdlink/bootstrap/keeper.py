@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from types import TracebackType
@@ -265,8 +264,3 @@ class _Lane:
         if moved:
             log.info("bootstrap %s: %s%s", self._address, state, f" ({error})" if error else "")
             self._events.emit("bootstrap.keeper", address=str(self._address), state=str(state), error=str(error or ""))
-
-
-def new_incarnation() -> int:
-    """For `RankInfo.incarnation`, at process start: newer than that of any process of this name before it."""
-    return time.time_ns()
