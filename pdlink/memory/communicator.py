@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -19,17 +19,21 @@ import torch.distributed as dist
 from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, PdlinkError, StateError
 
 DEFAULT_TIMEOUT_S = 30.0
+_LOOK_EVERY_S = 0.1
 # How many groups of the same ranks this process has formed: the ranks of a group meet under the same number.
 _GENERATIONS: Counter[tuple[int, ...]] = Counter()
 
 
 class Communicator(Protocol):
-    """What a reader needs. Every call but `announce` and `close` is collective and returns in bounded time."""
+    """What a reader needs. `gather` and `broadcast` are collective; every call returns in bounded time."""
 
     global_ranks: tuple[int, ...]
     rank: int
     nbytes_broadcast: int
     nbytes_gathered: int
+    timeout_s: float
+    watch: Callable[[], None] | None
+    """Called now and then while a collective waits; what it raises ends the wait, and then `abandon` must follow."""
 
     def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
         """int64 [n] of each shard rank -> int64 [num_ranks, n] on all. Raises `DeadlineExceeded`, `IntegrityError`."""
@@ -39,6 +43,15 @@ class Communicator(Protocol):
 
     def announce(self, record: torch.Tensor) -> None:
         """Take part in the next `gather` of the others without waiting for them."""
+
+    def post(self, topic: str, record: bytes) -> None:
+        """Say something that others may look at, whatever collective they are in."""
+
+    def posted(self, topic: str) -> list[bytes | None]:
+        """What each shard rank has said about `topic`, None where it has not."""
+
+    def abandon(self) -> None:
+        """Leave collectives that may never end. All ranks do so; the next call of all of them is on a new group."""
 
     def close(self) -> None: ...
 
@@ -84,38 +97,52 @@ class GroupCommunicator:
         self.timeout_s = timeout_s
         self.nbytes_broadcast = 0
         self.nbytes_gathered = 0
+        self.watch: Callable[[], None] | None = None
+        self._closed = False
         self._announcements: list[dist.Work] = []
         self._failure: PdlinkError | None = None
         self._group: _Collectives | None = self._form()
 
     def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
-        group = self._usable(what)
         every = [torch.zeros_like(record) for _ in self.global_ranks]
         try:
-            group.allgather([every], [record]).wait()
+            self._finish(self._usable(what).allgather([every], [record]))
         except RuntimeError as exc:
             raise self._broken(exc, what) from exc
         self.nbytes_gathered += record.nbytes * len(every)
         return torch.stack(every)
 
     def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
-        group = self._usable(what)
         try:
-            group.broadcast(data, root).wait()
+            self._finish(self._usable(what).broadcast(data, root))
         except RuntimeError as exc:
             raise self._broken(exc, what) from exc
         self.nbytes_broadcast += data.nbytes
 
     def announce(self, record: torch.Tensor) -> None:
-        if self._group is None or self._failure is not None:
+        if self._closed or self._failure is not None:
             return
+        group = self._usable("an announcement")
         every = [torch.zeros_like(record) for _ in self.global_ranks]
         # A group that is broken already has told the others by itself.
         with contextlib.suppress(RuntimeError):
-            self._announcements.append(self._group.allgather([every], [record]))
+            self._announcements.append(group.allgather([every], [record]))
+
+    def post(self, topic: str, record: bytes) -> None:
+        self._store.set(f"{topic}/{self.rank}", record.hex())
+
+    def posted(self, topic: str) -> list[bytes | None]:
+        keys = [f"{topic}/{rank}" for rank in range(len(self.global_ranks))]
+        return [bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None for key in keys]
+
+    def abandon(self) -> None:
+        self._announcements.clear()
+        # Its sockets close with it, which ends what others still wait for on it.
+        self._group = None
 
     def close(self) -> None:
         """Wait (at most `timeout_s`) until announcements are heard, and leave the group; twice is fine."""
+        self._closed = True
         group, self._group = self._group, None
         if group is None:
             return
@@ -130,9 +157,11 @@ class GroupCommunicator:
         generation = _GENERATIONS[self.global_ranks]
         _GENERATIONS[self.global_ranks] += 1
         name = f"pdlink/{'.'.join(map(str, self.global_ranks))}/{generation}"
-        store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
         try:
-            group = dist.ProcessGroupGloo(store, self.rank, len(self.global_ranks), timedelta(seconds=self.timeout_s))
+            group = dist.ProcessGroupGloo(
+                self._store, self.rank, len(self.global_ranks), timedelta(seconds=self.timeout_s)
+            )
         except RuntimeError as exc:
             raise DeadlineExceeded(
                 f"shard group {list(self.global_ranks)} did not form within {self.timeout_s:g} s: {_first_line(exc)}; "
@@ -141,11 +170,33 @@ class GroupCommunicator:
         return cast("_Collectives", group)
 
     def _usable(self, what: str) -> _Collectives:
-        if self._group is None:
+        if self._closed:
             raise StateError(f"{what}: the communicator of shard group {list(self.global_ranks)} is closed")
         if self._failure is not None:
             raise IntegrityError(f"{what}: the shard group has failed before: {self._failure}") from self._failure
+        if self._group is None:
+            self._group = self._form()
         return self._group
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for `work`, and look up now and then if there is something to watch."""
+        if self.watch is None:
+            work.wait()
+            return
+        try:
+            while True:
+                try:
+                    work.wait(timedelta(seconds=_LOOK_EVERY_S))
+                    return
+                except RuntimeError:
+                    # Who abandons the group has said why, and its sockets close after that.
+                    self.watch()
+                    if work.is_completed():
+                        work.wait()
+                        return
+        finally:
+            # A traceback that kept it would keep the group's sockets open; nor may one keep the group.
+            del work
 
     def _broken(self, exc: RuntimeError, what: str) -> PdlinkError:
         others = ", ".join(str(rank) for at, rank in enumerate(self.global_ranks) if at != self.rank)

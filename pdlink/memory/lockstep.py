@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import numpy as np
@@ -22,6 +22,7 @@ class StepKind(IntEnum):
     READ = 2
     END = 3
     FAILED = 4
+    SKIP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Step:
 
     `sequence` counts the layer reads of the forward. `component` and `layer` are -1 where no layer is meant;
     `component` is a position in the sorted component names. The digests stand for the page ids and rows, the layer
-    order, and the set-up (owners, layout, pool size). Everything fits int64.
+    order, and the set-up (owners, layout, pool size). `changes` counts the moves, restores and writes to prefix rows of
+    the forward before, -1 where that failed or was skipped. Everything fits int64.
     """
 
     kind: StepKind
@@ -42,6 +44,7 @@ class Step:
     pages_digest: int = 0
     order_digest: int = 0
     setup_digest: int = 0
+    changes: int = 0
 
     def pack(self, magic: int = RECORD_MAGIC) -> np.ndarray:
         """int64 [NUM_WORDS]: the magic, the fields, and a word mixed from them all."""
@@ -89,6 +92,30 @@ def find_divergence(steps: Sequence[Step | None], ranks: Sequence[int], componen
     )
 
 
+def excuse(steps: Sequence[Step]) -> list[Step]:
+    """Records of a begin without the differences that ranks may have when each gathers for itself.
+
+    A rank that skips the forward, or has nothing to read in it, need not know what the others read; where a rank does
+    not know how often the forward before was changed, that isn't compared.
+    """
+    counted = Counter(step.changes for step in steps if step.changes >= 0)
+    changes = counted.most_common(1)[0][0] if counted else 0
+    known = [replace(step, changes=changes) if step.changes < 0 else step for step in steps]
+    readers = [step for step in known if step.kind is StepKind.BEGIN and step.num_pages]
+    if not readers:
+        return [replace(step, kind=StepKind.BEGIN) if step.kind is StepKind.SKIP else step for step in known]
+    usual = Counter(readers).most_common(1)[0][0]
+    eased = []
+    for step in known:
+        if step.kind is StepKind.SKIP:
+            eased.append(replace(usual, forward=step.forward, setup_digest=step.setup_digest))
+        elif step.kind is StepKind.BEGIN and not step.num_pages:
+            eased.append(replace(usual, forward=step.forward, setup_digest=step.setup_digest, changes=step.changes))
+        else:
+            eased.append(step)
+    return eased
+
+
 def name_rank(index: int, ranks: Sequence[int]) -> str:
     return f"shard rank {index} (global rank {ranks[index]})"
 
@@ -100,6 +127,8 @@ def describe(step: Step, components: Sequence[str]) -> str:
         return f"the begin {where}"
     if step.kind is StepKind.END:
         return f"the end {where}"
+    if step.kind is StepKind.SKIP:
+        return f"no work {where}"
     if step.component < 0:
         return where
     name = components[step.component] if step.component < len(components) else f"component {step.component}"
@@ -116,7 +145,8 @@ _MEANINGS = {
     "num_pages": "different page counts",
     "pages_digest": "different page ids or token counts",
     "order_digest": "different layer orders",
-    "setup_digest": "different layer owners, layouts, scratch slots or pool sizes",
+    "setup_digest": "different layer owners, layouts, scratch slots, prefetch settings or pool sizes",
+    "changes": "different numbers of moves, restores and writes to prefix rows in the forward before",
 }
 
 

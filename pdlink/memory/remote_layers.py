@@ -1,24 +1,25 @@
-"""Owns the forward as all ranks see it, and the scratch copies of layers that other ranks own. Not the owned memory.
+"""Owns the forward as all ranks see it: its begin and end, what fails it, and what makes a copy of a layer stale.
 
-It decides when a layer is fetched and what makes a copy stale; `scratch_ring` says where it goes, `broadcast_reader`
-moves it.
+How copies get into scratch is `fetches`; a `LayerReader` moves them. Owned memory is not touched here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
-from pdlink.errors import IntegrityError, LayoutError, PdlinkError, StateError
+from pdlink.errors import DeadlineExceeded, IntegrityError, PdlinkError, StateError
 from pdlink.layout import CacheLayout, Component, fingerprint
-from pdlink.memory.broadcast_reader import BroadcastReader
+from pdlink.memory.fetches import Fetches, check_no_capture
 from pdlink.memory.forward import LayerKey, ReadSpan, digest63, live_pages
 from pdlink.memory.forward_state import ForwardState, check_order
+from pdlink.memory.layer_reader import LayerReader
 from pdlink.memory.lockstep import Step, StepKind
 from pdlink.memory.owned_regions import OwnedRegions
-from pdlink.memory.scratch import Scratch
+from pdlink.memory.slot_looks import Slots
 from pdlink.memory.token_rows import put_fields
 
 
@@ -27,8 +28,8 @@ class PoolStats:
     """Counts since the pool was made.
 
     `reads` are calls, of which `scratch_hits` found the layer in scratch and `fetches` moved it; the rest were of
-    layers that every rank has. Bytes are counted at the communicator: `nbytes_moved` are live pages and their
-    trailers, `nbytes_last_fetch` those of the latest fetch, `nbytes_agreed` the records exchanged at each step.
+    layers that need no fetch here. Bytes are counted where they move: `nbytes_moved` are live rows (broadcast: live
+    pages and their trailers), `nbytes_last_fetch` those of the latest fetch, `nbytes_agreed` the records exchanged.
     """
 
     reads: int = 0
@@ -46,30 +47,30 @@ class RemoteLayers:
         self,
         layout: CacheLayout,
         regions: OwnedRegions,
-        reader: BroadcastReader | None,
+        reader: LayerReader | None,
         num_pages: int,
         scratch_slots: int,
+        *,
+        prefetch: bool = False,
     ) -> None:
         self._layout = layout
         self._regions = regions
         self._reader = reader
         self._num_pages = num_pages
-        self._scratch: dict[str, Scratch] = {}
         self._setup_digest = 0
         self._forward: ForwardState | None = None
         self._forward_number = 0
-        self._reads = self._hits = self._fetches = self._last_fetch = 0
-        # A reader may have served another pool before.
-        self._moved_before, self._agreed_before = (reader.nbytes_moved, reader.nbytes_agreed) if reader else (0, 0)
+        self._closed = False
+        self._reads = 0
+        self.fetches = Fetches(layout, regions, reader, scratch_slots, prefetch=prefetch)
         if reader is not None:
-            owners = reader.owners
-            remote = owners.remote_components(reader.rank)
-            self._scratch = {
-                name: Scratch(layout.component(name), num_pages, scratch_slots, reads_remotely=name in remote)
-                for name in owners.split_components()
-            }
-            facts = (num_pages, scratch_slots, owners.digest, fingerprint(layout).items)
+            facts = (num_pages, scratch_slots, prefetch, reader.owners.digest, fingerprint(layout).items)
             self._setup_digest = digest63(repr(facts).encode())
+        # A reader may have served another pool before.
+        self._agreed_before = reader.nbytes_agreed if reader else 0
+        if reader is not None:
+            reader.attach(layout, regions)
+        self._moved_before = reader.nbytes_moved if reader else 0
 
     @property
     def forward(self) -> ForwardState | None:
@@ -77,19 +78,14 @@ class RemoteLayers:
         return self._forward
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of all scratch buffers."""
-        return sum(one.nbytes for one in self._scratch.values())
-
-    @property
     def stats(self) -> PoolStats:
         moved, agreed = (self._reader.nbytes_moved, self._reader.nbytes_agreed) if self._reader else (0, 0)
         return PoolStats(
             self._reads,
-            self._hits,
-            self._fetches,
+            self.fetches.hits,
+            self.fetches.fetches,
             moved - self._moved_before,
-            self._last_fetch,
+            self.fetches.nbytes_last,
             agreed - self._agreed_before,
         )
 
@@ -97,13 +93,13 @@ class RemoteLayers:
         """Whether ranks other than the owner have to fetch the layer."""
         return self._reader is not None and self._reader.owners.is_split(key)
 
-    def buffers(self, component: str) -> tuple[torch.Tensor, ...]:
-        return self._scratch[component].buffers if component in self._scratch else ()
-
     def begin(self, spans: Sequence[ReadSpan], layer_order: Sequence[LayerKey]) -> None:
         """See `LayerShardedPool.begin_forward`."""
         if self._forward is not None and self._forward.failure is None:
             raise StateError(f"forward {self._forward.number} has not ended; call end_forward first")
+        if self._closed:
+            raise StateError("the pool is closed")
+        check_no_capture(self._regions, "a begin")
         self.drop_forward()
         self._forward_number += 1
         try:
@@ -115,17 +111,34 @@ class RemoteLayers:
                 self._reader.announce(Step(StepKind.BEGIN, self._forward_number))
             raise
         self._forward = ForwardState(self._forward_number, live, order)
-        self._agree(self._forward, self._forward.begin_step(self._setup_digest))
+        if self._reader is not None:
+            with self._failing(self._forward):
+                self._wait_for_sent_loads()
+                self._reader.begin(self._forward.begin_step(self._setup_digest), order)
+            self.fetches.start(self._forward)
+
+    def skip(self) -> None:
+        """See `LayerShardedPool.skip_forward`."""
+        if self._forward is not None and self._forward.failure is None:
+            raise StateError(f"forward {self._forward.number} has not ended; call end_forward first")
+        self.drop_forward()
+        if self._reader is not None:
+            self._reader.skip(Step(StepKind.SKIP, self._forward_number + 1, setup_digest=self._setup_digest))
+        self._forward_number += 1
 
     def end(self) -> None:
         """See `LayerShardedPool.end_forward`."""
         forward = self._forward
         if forward is None:
             raise StateError("no forward has begun")
+        check_no_capture(self._regions, "an end")
         try:
             if forward.failure is not None:
                 raise IntegrityError(f"forward {forward.number} failed: {forward.failure}") from forward.failure
-            self._agree(forward, forward.end_step())
+            if self._reader is not None:
+                with self._failing(forward):
+                    self.fetches.stop()
+                    self._reader.end(forward.end_step())
         finally:
             self.drop_forward()
 
@@ -141,99 +154,122 @@ class RemoteLayers:
 
     def read(self, key: LayerKey) -> torch.Tensor:
         """See `LayerShardedPool.read`."""
-        component, layer = key
-        if not self.is_split(key):
-            self._reads += 1
-            return self._regions.tensor(key)
-        forward = self.running(f"read of {component!r} layer {layer}")
-        scratch = self._scratch[component]
+        self.fetches.wait_for_load(key)
+        forward = self.running(f"read of {key[0]!r} layer {key[1]}") if self.is_split(key) else None
         self._reads += 1
-        if scratch.ring.is_valid(layer):
-            self._hits += 1
-        else:
-            self._fetch(forward, key, scratch)
-        scratch.ring.pin(layer)
-        buffer = scratch.buffer_of(layer)
-        if key in self._regions or buffer is None:
+        if forward is None:
             return self._regions.tensor(key)
-        return buffer
+        with self._failing(forward):
+            return self.fetches.read(forward, key)
 
-    def wrote(self, about: Component, layer: int, slots: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
-        """Rows were written, on all ranks alike: keep scratch right. See `LayerShardedPool.write`."""
-        key = (about.name, layer)
-        if self._forward is None or not self.is_split(key):
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Owned rows that others may want to read are changed inside, on all ranks alike."""
+        if self._reader is None:
+            yield
             return
-        scratch = self._scratch[about.name]
-        history = torch.from_numpy(self._forward.prefix(about.page_group).contains(slots.numpy()))
-        changed = bool(history.any())
+        with self._failing(self._forward):
+            self.fetches.stop()
+            self._reader.before_change()
+        yield
+        self._reader.after_change()
+
+    @contextmanager
+    def writing(self, about: Component, layer: int, slots: Slots) -> Iterator[torch.Tensor | None]:
+        """Rows at `slots` of a layer are written inside. Gives bool [n]: which of them only the owner may have.
+
+        None where that makes no difference: outside a forward, and for layers that every rank has.
+        """
+        key = (about.name, layer)
+        if self._reader is None or not self.is_split(key):
+            yield None
+            return
+        history, is_change = None, False
+        if self._forward is not None:
+            history, is_change = slots.inside(self._forward.wanted(key, about.page_group))
+        if is_change:
+            with self.changing():
+                yield history
+            return
+        if key in self._regions:
+            with self._failing(self._forward):
+                self._reader.before_write()
+        yield history
+
+    def _wait_for_sent_loads(self) -> None:
+        """Before others are told that they may gather: their gathers do not ask again."""
+        if self._reader is not None and not self._reader.is_collective:
+            for key in self._reader.owners.table:
+                if self.is_split(key):
+                    self.fetches.wait_for_load(key)
+
+    def wait_for_readers(self) -> None:
+        """See `LayerShardedPool.wait_for_readers`."""
+        if self._reader is not None:
+            with self._failing(self._forward):
+                self._reader.before_write()
+
+    def wrote(
+        self,
+        about: Component,
+        layer: int,
+        slots: Slots,
+        fields: Mapping[str, torch.Tensor],
+        history: torch.Tensor | None,
+    ) -> None:
+        """Rows were written, on all ranks alike: keep scratch right. `history` is what `writing` gave."""
+        key = (about.name, layer)
+        if self._forward is None or history is None:
+            return
+        _, changed = slots.inside(self._forward.wanted(key, about.page_group))
         if changed:
-            scratch.ring.invalidate(layer)
+            self.fetches.invalidate(key)
         if key in self._regions:
             return
+        here = slots.here
         if changed:
-            slots = slots[~history]
-            fields = {name: data[~history] for name, data in fields.items()}
-        self._forward.chunk.keep(key, slots, fields)
-        buffer = scratch.buffer_of(layer) if scratch.ring.is_valid(layer) else None
+            mine = (~history).to(here.device)
+            here = here[mine]
+            fields = {name: data[mine] for name, data in fields.items()}
+        self._forward.chunk.keep(key, here, fields)
+        buffer = self.fetches.valid_buffer(key)
         if buffer is not None:
-            put_fields(buffer, about, slots, fields)
+            put_fields(buffer, about, here, fields)
 
-    def supersede(self, key: LayerKey, slots: torch.Tensor) -> None:
+    def supersede(self, key: LayerKey, slots: Slots) -> None:
         """The owner has other rows at `slots` now: what scratch and chunk rows hold of them is stale."""
         if self._forward is None or not self.is_split(key):
             return
-        self._scratch[key[0]].ring.invalidate(key[1])
-        self._forward.change(key, slots.numpy().copy())
-        self._forward.chunk.forget(key, slots)
+        self.fetches.invalidate(key)
+        self._forward.change(key, slots.host.numpy().copy())
+        self._forward.chunk.forget(key, slots.here)
 
     def drop_forward(self) -> None:
         """Back to between forwards, with nothing in scratch."""
         self._forward = None
-        for one in self._scratch.values():
-            one.ring.clear()
+        self.fetches.clear()
+        self.fetches.stop()
 
     def close(self) -> None:
         """Free the scratch buffers; the reader is its owner's to close. Twice is fine."""
         self.drop_forward()
-        for one in self._scratch.values():
-            one.drop()
+        if self._reader is not None and not self._closed:
+            self._reader.detach()
+        self._closed = True
+        self.fetches.close()
 
-    def _fetch(self, forward: ForwardState, key: LayerKey, scratch: Scratch) -> None:
-        """Claim a slot and bring the layer's rows into it, together with all other ranks."""
-        reader, (component, layer) = self._reader, key
-        if reader is None:
-            raise LayoutError(f"{component!r} layer {layer} is another rank's and the pool has no reader")
-        about = self._layout.component(component)
-        scratch.ring.claim(layer)
-        forward.sequence += 1
-        wanted = forward.wanted(key, about.page_group)
-        step = reader.step(StepKind.READ, forward.number, forward.sequence, key, wanted)
-        self._agree(forward, step)
-        region = self._regions.tensor(key) if key in self._regions else None
-        buffer = scratch.buffer_of(layer) if region is None else None
-        before = reader.nbytes_moved
+    @contextmanager
+    def _failing(self, forward: ForwardState | None) -> Iterator[None]:
+        """Whatever fails inside fails the forward, if there is one."""
         try:
-            reader.load(step, about, wanted, region, buffer)
+            yield
         except PdlinkError as exc:
-            self._fail(forward, exc)
+            if forward is not None:
+                forward.failure = exc
+                self.fetches.clear()
+                if self._reader is not None:
+                    # Fetches that run on must not be told of as over.
+                    with suppress(DeadlineExceeded):
+                        self.fetches.stop()
+                        self._reader.fail(forward.end_step())
             raise
-        self._fetches += 1
-        self._last_fetch = reader.nbytes_moved - before
-        if buffer is not None:
-            for slots, fields in forward.chunk.of(key):
-                put_fields(buffer, about, slots, fields)
-        scratch.ring.fill(layer)
-
-    def _agree(self, forward: ForwardState, step: Step) -> None:
-        if self._reader is None:
-            return
-        try:
-            self._reader.agree(step)
-        except PdlinkError as exc:
-            self._fail(forward, exc)
-            raise
-
-    def _fail(self, forward: ForwardState, exc: PdlinkError) -> None:
-        forward.failure = exc
-        for one in self._scratch.values():
-            one.ring.clear()

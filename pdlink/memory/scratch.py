@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from pdlink.layout import Component
+from pdlink.memory.pool_device import PoolDevice
 from pdlink.memory.scratch_ring import ScratchRing
 
 
@@ -16,12 +17,23 @@ class Scratch:
     component runs the ring without buffers (`reads_remotely` False), to know what the others hold.
     """
 
-    def __init__(self, component: Component, num_pages: int, num_slots: int, *, reads_remotely: bool) -> None:
+    def __init__(
+        self,
+        component: Component,
+        num_pages: int,
+        num_slots: int,
+        *,
+        reads_remotely: bool,
+        device: PoolDevice | None = None,
+    ) -> None:
         self.ring = ScratchRing(num_slots)
         self._buffers: torch.Tensor | None = None
-        if reads_remotely:
+        shape = (num_slots, num_pages, component.page_bytes)
+        if reads_remotely and device is not None:
+            self._buffers = device.scratch(shape)
+        elif reads_remotely:
             # numpy's zeros are untouched memory: only pages that are live ever cost anything.
-            self._buffers = torch.from_numpy(np.zeros((num_slots, num_pages, component.page_bytes), dtype=np.uint8))
+            self._buffers = torch.from_numpy(np.zeros(shape, dtype=np.uint8))
 
     @property
     def nbytes(self) -> int:

@@ -6,7 +6,7 @@ layer's owner has to know whether the others still hold a copy, because only the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from pdlink.errors import LayoutError, StateError
@@ -60,11 +60,14 @@ class ScratchRing:
             if slot.layer is not None:
                 yield index, slot.layer, slot.valid
 
-    def claim(self, layer: int) -> int:
-        """A slot for `layer`, not valid yet: the one it has, else an empty one, else the least recently used."""
+    def claim(self, layer: int, keep: Collection[int] = ()) -> int:
+        """A slot for `layer`, not valid yet: the one it has, else an empty one, else the least recently used.
+
+        Layers in `keep` keep theirs; at least one slot must hold neither them nor the pinned layer.
+        """
         index = self.slot_of(layer)
         if index is None:
-            index = self._victim()
+            index = self._victim(keep)
         self._slots[index] = _Slot(layer, False, self._tick())
         return index
 
@@ -99,8 +102,9 @@ class ScratchRing:
             raise StateError(f"layer {layer} has no scratch slot")
         return index
 
-    def _victim(self) -> int:
-        free = [i for i, slot in enumerate(self._slots) if slot.layer is None or slot.layer != self._pinned]
+    def _victim(self, keep: Collection[int]) -> int:
+        held = {self._pinned, *keep}
+        free = [i for i, slot in enumerate(self._slots) if slot.layer is None or slot.layer not in held]
         return min(free, key=lambda i: (self._slots[i].layer is not None, self._slots[i].last_use))
 
     def _tick(self) -> int:

@@ -6,17 +6,19 @@ page is `token_rows`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from pdlink.errors import LayoutError
-from pdlink.layout import CacheLayout, OwnedLayers, Region
-from pdlink.memory.broadcast_reader import BroadcastReader
+from pdlink.layout import CacheLayout, Component, OwnedLayers, Region
 from pdlink.memory.forward import LayerKey, ReadSpan, check_pages
+from pdlink.memory.layer_reader import LayerReader
 from pdlink.memory.owned_regions import OwnedRegions
+from pdlink.memory.pool_device import PoolDevice
 from pdlink.memory.remote_layers import PoolStats, RemoteLayers
-from pdlink.memory.token_rows import check_rows, check_slots, move_rows, put_fields, read_rows, split_slots
+from pdlink.memory.slot_looks import SlotLooks, Slots
+from pdlink.memory.token_rows import check_rows, move_rows, put_fields, read_rows, split_slots
 
 __all__ = ["LayerShardedPool", "PoolStats", "ReadSpan"]
 
@@ -41,11 +43,23 @@ class LayerShardedPool:
         owned: OwnedLayers,
         num_pages: int,
         *,
-        reader: BroadcastReader | None = None,
+        reader: LayerReader | None = None,
         scratch_slots: int = 2,
+        prefetch: bool = False,
+        device: PoolDevice | None = None,
     ) -> None:
         """Allocate `num_pages` pages for each owned layer, and `scratch_slots` layers of scratch for each component of
         which other ranks own some. `reader` is None where nobody else owns anything; its owner closes it.
+
+        With `prefetch`, a thread brings the next layers of the order that `begin_forward` was given while this one is
+        used, one less than there are scratch slots. A tensor of scratch is then valid only until the next layer of its
+        component is read. All ranks of a shard group set it alike.
+
+        On a `device`, which its owner closes after the pool, all of this lies in its memory. Reads and writes are then
+        launched, not made, when they return: what the caller launches on its current stream comes after them, and no
+        call waits for the device but `end_forward`, which raises what went wrong on it, and looks at slots that lie on
+        it. Until then rows that could not be brought are 0xFF. Tokens' rows may be given on the host or the device; a
+        tensor of slots on the device is not changed in place while a forward runs, and is handed in for every layer.
 
         Raises `LayoutError` when `owned` is not what the reader's owner table says, and `BackendUnavailable` when
         shared memory runs out.
@@ -57,9 +71,11 @@ class LayerShardedPool:
         self.num_pages = num_pages
         if reader is not None:
             reader.owners.check_owned(reader.rank, self.owned)
-        self._regions = OwnedRegions(layout, self.owned, num_pages)
+        self._regions = OwnedRegions(layout, self.owned, num_pages, device)
+        self.device = None if device is None else device.torch_device
+        self._slots = SlotLooks(self.device)
         try:
-            self._remote = RemoteLayers(layout, self._regions, reader, num_pages, scratch_slots)
+            self._remote = RemoteLayers(layout, self._regions, reader, num_pages, scratch_slots, prefetch=prefetch)
         except BaseException:
             self._regions.close()
             raise
@@ -72,7 +88,7 @@ class LayerShardedPool:
     @property
     def nbytes_scratch(self) -> int:
         """Bytes of the scratch buffers."""
-        return self._remote.nbytes
+        return self._remote.fetches.nbytes
 
     @property
     def nbytes_chunk_rows(self) -> int:
@@ -94,7 +110,7 @@ class LayerShardedPool:
     def scratch_buffers(self, component: str) -> tuple[torch.Tensor, ...]:
         """The scratch slots of a component, for tests and fault injection; empty where nothing is read remotely."""
         self.layout.component(component)
-        return self._remote.buffers(component)
+        return self._remote.fetches.buffers(component)
 
     def begin_forward(self, spans: Sequence[ReadSpan], layer_order: Sequence[LayerKey] | None = None) -> None:
         """Say which prefix tokens the batch reads, and in which order its layers will be read, if that is known.
@@ -103,6 +119,7 @@ class LayerShardedPool:
         Raises `LayoutError` for spans that cannot be, `StateError` inside a forward, `IntegrityError` when ranks
         disagree, `DeadlineExceeded` when one does not come.
         """
+        self._slots.clear()
         self._remote.begin(spans, layer_order or ())
 
     def end_forward(self) -> None:
@@ -110,7 +127,23 @@ class LayerShardedPool:
 
         Raises the failure of this forward if it had one, else `IntegrityError` when the ranks did not read alike.
         """
+        self._slots.clear()
         self._remote.end()
+
+    def skip_forward(self) -> None:
+        """Stand aside from a forward that the others make: it counts here too, and nobody waits for this rank in it.
+
+        For a rank without any work, owned layers included. Raises `StateError` inside a forward, and with a reader
+        whose reads need all ranks.
+        """
+        self._remote.skip()
+
+    def wait_for_readers(self) -> None:
+        """Return when no rank reads rows of this one for an earlier forward: before writing `region_tensor` directly.
+
+        `write`, `move` and `restore` wait by themselves. Raises `DeadlineExceeded` naming the rank that still reads.
+        """
+        self._remote.wait_for_readers()
 
     def read(self, component: str, layer: int) -> torch.Tensor:
         """A layer with every page at its position: the owned region itself, or scratch.
@@ -130,9 +163,9 @@ class LayerShardedPool:
         whole = self.read(component, layer)
         forward = self._remote.running(f"compacted read of {component!r} layer {layer}")
         live = forward.prefix(self.layout.component(component).page_group)
-        page_ids = torch.from_numpy(live.page_ids)
-        remap = torch.full((self.num_pages,), -1, dtype=torch.int64)
-        remap[page_ids] = torch.arange(live.num_pages)
+        page_ids = torch.from_numpy(live.page_ids).to(self.device)
+        remap = torch.full((self.num_pages,), -1, dtype=torch.int64, device=self.device)
+        remap[page_ids] = torch.arange(live.num_pages, device=self.device)
         return whole.index_select(0, page_ids), remap
 
     def rows(self, component: str, layer: int, field: str, slots: torch.Tensor) -> torch.Tensor:
@@ -141,9 +174,17 @@ class LayerShardedPool:
         Inside a forward this is a `read` (and as collective); outside, only owned layers can be asked for.
         """
         about = self.layout.component(component)
-        check_slots(slots, about, self.num_pages)
+        slots = self._look(slots, about).here
         whole = self.region_tensor(component, layer) if self._remote.forward is None else self.read(component, layer)
         return read_rows(whole, about, about.field(field), *split_slots(slots, about.page_size))
+
+    def owned_rows(self, component: str, layer: int, field: str, slots: torch.Tensor) -> torch.Tensor:
+        """The bytes of `field` of an owned layer at `slots`, a copy as in `rows`, inside a forward or not."""
+        about = self.layout.component(component)
+        slots = self._look(slots, about).here
+        region = self.region_tensor(component, layer)
+        self._remote.fetches.wait_for_load((component, layer))
+        return read_rows(region, about, about.field(field), *split_slots(slots, about.page_size))
 
     def write(self, component: str, layer: int, slots: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
         """Write token rows: `fields` has uint8 [n, token_bytes] for each field written, `slots` is int64 [n].
@@ -155,12 +196,14 @@ class LayerShardedPool:
         """
         key = self._key(component, layer)
         about = self.layout.component(component)
-        check_slots(slots, about, self.num_pages)
+        known = self._look(slots, about)
         for name, data in fields.items():
             check_rows(about, about.field(name), data, len(slots))
-        if key in self._regions:
-            put_fields(self._regions.tensor(key), about, slots, fields)
-        self._remote.wrote(about, layer, slots, fields)
+        fields = self._beside(fields)
+        with self._remote.writing(about, layer, known) as history:
+            if key in self._regions:
+                put_fields(self._regions.tensor(key), about, known.here, fields)
+        self._remote.wrote(about, layer, known, fields, history)
 
     def move(self, component: str | None, source_slots: torch.Tensor, target_slots: torch.Tensor) -> None:
         """Move token rows of every layer of `component` (None: of all components), field by field.
@@ -171,24 +214,28 @@ class LayerShardedPool:
         if component is None and len(self.layout.page_groups) > 1:
             raise LayoutError("slots belong to one page group and the layout has several; name the component to move")
         names = [one.name for one in self.layout.components] if component is None else [component]
+        # On the device anew, whoever made them before: between forwards nothing says how long a tensor stays as it is.
+        source, target = (Slots(one.cpu(), one.to(self.device)) for one in (source_slots, target_slots))
         for about in [self.layout.component(name) for name in names]:
-            check_slots(source_slots, about, self.num_pages)
-            check_slots(target_slots, about, self.num_pages)
-            if len(source_slots) != len(target_slots) or len(torch.unique(target_slots)) != len(target_slots):
+            source.check(about, self.num_pages)
+            target.check(about, self.num_pages)
+            if len(source) != len(target) or len(torch.unique(target.host)) != len(target):
                 raise LayoutError(
-                    f"a move needs as many sources as distinct targets, got {len(source_slots)} and "
-                    f"{len(torch.unique(target_slots))} distinct of {len(target_slots)}"
+                    f"a move needs as many sources as distinct targets, got {len(source)} and "
+                    f"{len(torch.unique(target.host))} distinct of {len(target)}"
                 )
-        for about in [self.layout.component(name) for name in names]:
-            for layer in about.layers:
+        moved = [(self.layout.component(name), layer) for name in names for layer in self.layout.component(name).layers]
+        with self._remote.changing():
+            for about, layer in moved:
                 if (about.name, layer) in self._regions:
-                    move_rows(self._regions.tensor((about.name, layer)), about, source_slots, target_slots)
-                self._remote.supersede((about.name, layer), target_slots)
+                    move_rows(self._regions.tensor((about.name, layer)), about, source.here, target.here)
+        for about, layer in moved:
+            self._remote.supersede((about.name, layer), target)
 
     def backup(self, component: str, layer: int, pages: Sequence[int]) -> torch.Tensor:
         """A copy of pages of an owned layer, uint8 [len(pages), page_bytes]. Raises `LayoutError` when not owned."""
         region = self.region_tensor(component, layer)
-        return region.index_select(0, self._page_ids(pages))
+        return region.index_select(0, self._page_ids(pages).to(self.device))
 
     def restore(self, component: str, layer: int, pages: Sequence[int], data: torch.Tensor | None) -> None:
         """Put back what `backup` gave. All ranks call it alike; those that do not own the layer pass None.
@@ -200,15 +247,46 @@ class LayerShardedPool:
         about = self.layout.component(component)
         if (data is not None) != (key in self._regions):
             raise LayoutError(f"restore of {component!r} layer {layer}: its owner gives data, other ranks give None")
-        if data is not None:
-            if data.dtype != torch.uint8 or tuple(data.shape) != (len(page_ids), about.page_bytes):
-                raise LayoutError(
-                    f"restore of {component!r} takes uint8 [{len(page_ids)}, {about.page_bytes}], got {data.dtype} "
-                    f"{list(data.shape)}"
-                )
-            self._regions.tensor(key).index_copy_(0, page_ids, data)
+        if data is not None and (data.dtype != torch.uint8 or tuple(data.shape) != (len(page_ids), about.page_bytes)):
+            raise LayoutError(
+                f"restore of {component!r} takes uint8 [{len(page_ids)}, {about.page_bytes}], got {data.dtype} "
+                f"{list(data.shape)}"
+            )
+        with self._remote.changing():
+            if data is not None:
+                self._regions.tensor(key).index_copy_(0, page_ids.to(self.device), data.to(self.device))
         rows = torch.arange(about.page_size, dtype=torch.int64)
-        self._remote.supersede(key, (page_ids[:, None] * about.page_size + rows).reshape(-1))
+        slots = (page_ids[:, None] * about.page_size + rows).reshape(-1)
+        self._remote.supersede(key, Slots(slots, slots.to(self.device)))
+
+    def restore_rows(
+        self, component: str, layer: int, slots: torch.Tensor, fields: Mapping[str, torch.Tensor] | None
+    ) -> None:
+        """Put rows back at `slots`, field by field as in `write`, wherever `fields` lies.
+
+        Like `restore` all ranks call it alike, those that do not own the layer with None, and scratch of the layer is
+        invalid from then on. Raises `LayoutError`.
+        """
+        key = self._key(component, layer)
+        about = self.layout.component(component)
+        known = self._look(slots, about)
+        if (fields is not None) != (key in self._regions):
+            raise LayoutError(f"rows of {component!r} layer {layer}: its owner gives fields, other ranks give None")
+        for name, data in (fields or {}).items():
+            check_rows(about, about.field(name), data, len(slots))
+        with self._remote.changing():
+            if fields is not None:
+                put_fields(self._regions.tensor(key), about, known.here, self._beside(fields))
+        self._remote.supersede(key, known)
+
+    def wait_for_loads(self, wait: Callable[[str, int], None] | None) -> None:
+        """`wait(component, layer)` is called before rows of an owned layer are read or sent, and returns once its load
+        from elsewhere (a host pool) is there, or has made the current stream wait for it. None: nothing is loaded.
+
+        Where each rank gathers for itself the loads of all split layers are waited for at the begin of a forward,
+        since nobody asks the owner after that; else each layer's own is, when it is needed.
+        """
+        self._remote.fetches.load_wait = wait
 
     def close(self) -> None:
         """Give owned memory and scratch back; tensors that are still held keep theirs. Twice is fine."""
@@ -219,6 +297,15 @@ class LayerShardedPool:
         if layer not in self.layout.component(component).layers:
             raise LayoutError(f"component {component!r} has no layer {layer}")
         return component, layer
+
+    def _look(self, slots: torch.Tensor, about: Component) -> Slots:
+        known = self._slots.at(slots)
+        known.check(about, self.num_pages)
+        return known
+
+    def _beside(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Rows where the pool lies."""
+        return fields if self.device is None else {name: data.to(self.device) for name, data in fields.items()}
 
     def _page_ids(self, pages: Sequence[int]) -> torch.Tensor:
         page_ids = torch.as_tensor(pages, dtype=torch.int64).reshape(-1)

@@ -16,8 +16,12 @@ from pdlink.layout.components import heads, index_k, latent
 from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.communicator import GroupCommunicator
 from pdlink.memory.forward import ReadSpan
+from pdlink.memory.layer_reader import LayerReader
 from pdlink.memory.owners import ShardOwners
+from pdlink.memory.peer_reader import PeerReader
+from pdlink.memory.pool_device import PoolDevice
 from pdlink.memory.sharded_pool import LayerShardedPool
+from tests.memory.thread_device import ThreadDevice
 
 PAGE = 64
 UNTOUCHED = 0xEE
@@ -43,12 +47,20 @@ def pattern(component: str, layer: int, shape: Sequence[int], salt: int = 0) -> 
 
 
 class World:
-    """One rank's pools and readers; closes them when the scenario ends."""
+    """One rank's pools and readers; closes them when the scenario ends.
 
-    def __init__(self, rank: int, num_ranks: int) -> None:
+    `kind` is that of the readers, with "+ahead" for pools that fetch ahead, "+lanes" for pools on a device of pretence,
+    and "+cuda" for pools on a GPU of its own.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, kind: str = "broadcast") -> None:
+        self.kind, *options = kind.split("+")
+        self.prefetch = "ahead" in options
+        self.has_lanes = "lanes" in options
+        self.has_cuda = "cuda" in options
         self.rank = rank
         self.num_ranks = num_ranks
-        self._open: list[LayerShardedPool | BroadcastReader] = []
+        self._open: list[LayerShardedPool | LayerReader | PoolDevice] = []
 
     def pool(
         self,
@@ -58,19 +70,37 @@ class World:
         groups: Sequence[Sequence[int]] | None = None,
         plan: Callable[[CacheLayout, ParallelSizes], LayerPlan] = LayerPlan.balanced,
         communicator: type[GroupCommunicator] = GroupCommunicator,
-        timeout_s: float = 20.0,
+        timeout_s: float = 60.0,
         scratch_slots: int = 2,
         salt: int = 0,
-        reader: BroadcastReader | None = None,
+        peer: type[PeerReader] = PeerReader,
+        broadcast: type[BroadcastReader] = BroadcastReader,
+        reader: LayerReader | None = None,
+        device: PoolDevice | None = None,
     ) -> LayerShardedPool:
         """A pool of this rank's shard group, owned layers filled with their pattern, scratch with 0xEE."""
         ranks = next(one for one in groups or [range(self.num_ranks)] if self.rank in one)
         me = RankCoordinates(cp=list(ranks).index(self.rank))
         whole = plan(layout, ParallelSizes(cp=len(ranks)))
         owners = ShardOwners.of(layout, whole, me)
-        reader = reader or BroadcastReader(owners, communicator(ranks, timeout_s=timeout_s))
-        pool = LayerShardedPool(layout, whole.owned[me], num_pages, reader=reader, scratch_slots=scratch_slots)
-        self._open += [pool, reader]
+        if reader is None and self.kind == "peer":
+            reader = peer(owners, communicator(ranks, timeout_s=timeout_s), timeout_s=timeout_s)
+        elif reader is None:
+            reader = broadcast(owners, communicator(ranks, timeout_s=timeout_s))
+        if self.has_lanes and device is None:
+            device = ThreadDevice(communicator)
+        elif self.has_cuda and device is None:
+            device = self.gpu()
+        pool = LayerShardedPool(
+            layout,
+            whole.owned[me],
+            num_pages,
+            reader=reader,
+            scratch_slots=scratch_slots,
+            prefetch=self.prefetch,
+            device=device,
+        )
+        self._open += [pool, reader, *([device] if device else [])]
         for name, layers in pool.owned.items():
             for layer in layers:
                 region = pool.region_tensor(name, layer)
@@ -79,6 +109,14 @@ class World:
             for buffer in pool.scratch_buffers(component.name):
                 buffer.fill_(UNTOUCHED)
         return pool
+
+    def gpu(self) -> PoolDevice:
+        """This rank's GPU, as a device of its own for each pool."""
+        from pdlink.memory.cuda_device import CudaDevice
+
+        index = self.rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        return CudaDevice(index)
 
     def close(self) -> None:
         for one in self._open:
@@ -103,7 +141,8 @@ def slots_of(span: ReadSpan, page_size: int, start: int = 0) -> np.ndarray:
 
 def rows_of(pages: np.ndarray | torch.Tensor, layout: CacheLayout, component: str, slots: np.ndarray) -> np.ndarray:
     """The bytes of whole tokens, all fields one after the other, found the slow and plain way."""
-    about, pages, rows = layout.component(component), np.asarray(pages), []
+    about, rows = layout.component(component), []
+    pages = pages.cpu().numpy() if isinstance(pages, torch.Tensor) else pages
     for slot in slots:
         page, row = divmod(int(slot), about.page_size)
         parts = []

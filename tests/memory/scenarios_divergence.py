@@ -19,7 +19,7 @@ from tests.memory.scenarios_bytes import check_layer, refill_scratch
 SPAN = ReadSpan([9, 2, 5], 140)
 LAYERS = 6
 # Far below the 20 s that a pool of these scenarios waits for a rank: nobody heard of it by a time limit.
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 class NoBroadcast(GroupCommunicator):
@@ -228,12 +228,12 @@ def a_change_on_the_owner_alone(world: World) -> None:
 
 def a_rank_that_stops(world: World) -> None:
     """It makes no call any more: the others wait for their time limit, and the group is no use from then on."""
-    pool = world.pool(dsa_layout(LAYERS), timeout_s=1.5)
+    pool = world.pool(dsa_layout(LAYERS), timeout_s=4.0)
     pool.begin_forward([SPAN])
     pool.read("latent", 1)
     if world.rank == 1:
-        time.sleep(3.0)
-    error = failure_of(lambda: pool.read("latent", 4), 1.5 + SOON_S)
+        time.sleep(6.0)
+    error = failure_of(lambda: pool.read("latent", 4), 4.0 + SOON_S)
     assert isinstance(error, DeadlineExceeded | IntegrityError)
     assert "'latent' layer 4" in str(error)
     if world.rank == 0:

@@ -15,6 +15,7 @@ from pdlink.backends.shm import attach, locate
 from pdlink.errors import BackendUnavailable, LayoutError, StateError
 from pdlink.layout import CacheLayout, Component, check_region
 from pdlink.layout.components import index_k, latent
+from pdlink.layout.regions import MemoryKind
 from pdlink.memory.chunk_rows import ChunkRows
 from pdlink.memory.sharded_pool import LayerShardedPool, ReadSpan
 
@@ -35,6 +36,7 @@ def pool() -> Iterator[LayerShardedPool]:
 
 def test_regions_are_shared_memory_that_holds_the_tensors(pool: LayerShardedPool) -> None:
     assert [(region.component, region.layer) for region in pool.regions()] == list(LAYOUT.cells())
+    assert {(region.memory, region.device) for region in pool.regions()} == {(MemoryKind.HOST, 0)}
     for region in pool.regions():
         check_region(region, LAYOUT)
         tensor = pool.region_tensor(region.component, region.layer)

@@ -15,6 +15,7 @@ from pdlink.memory.lockstep import (
     TRAILER_MAGIC,
     Step,
     StepKind,
+    excuse,
     find_divergence,
     unpack,
 )
@@ -88,3 +89,42 @@ def test_a_rank_that_failed_is_named_before_any_other_difference() -> None:
 def test_a_rank_without_a_record_is_named() -> None:
     found = find_divergence([READ, None], [3, 4], NAMES)
     assert found == "shard rank 1 (global rank 4) sent no record: its communicator moves nothing"
+
+
+BEGIN = Step(StepKind.BEGIN, 7, num_pages=3, pages_digest=11, order_digest=5, setup_digest=9, changes=2)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Step(StepKind.SKIP, 7, setup_digest=9, changes=-1),
+        Step(StepKind.BEGIN, 7, pages_digest=1, setup_digest=9, changes=2),
+        dataclasses.replace(BEGIN, changes=-1),
+    ],
+)
+def test_a_rank_without_work_is_excused_wherever_it_is(other: Step) -> None:
+    for steps in ([other, BEGIN, BEGIN], [BEGIN, other], [other, other, BEGIN], [other, other]):
+        assert find_divergence(excuse(steps), list(range(len(steps))), NAMES) is None
+
+
+@pytest.mark.parametrize("name", ["forward", "setup_digest", "pages_digest", "num_pages", "order_digest", "changes"])
+def test_what_is_not_excused_is_found(name: str) -> None:
+    odd = dataclasses.replace(BEGIN, **{name: getattr(BEGIN, name) + 1})
+    found = find_divergence(excuse([BEGIN, BEGIN, odd]), [0, 1, 2], NAMES)
+    assert found is not None
+    assert found.startswith("shard rank 2")
+
+
+@pytest.mark.parametrize("kind", [StepKind.SKIP, StepKind.BEGIN])
+@pytest.mark.parametrize("name", ["forward", "setup_digest"])
+def test_a_rank_without_work_has_to_be_of_the_same_pool_and_forward(kind: StepKind, name: str) -> None:
+    odd = Step(kind, 7, setup_digest=9, changes=-1 if kind is StepKind.SKIP else 2)
+    odd = dataclasses.replace(odd, **{name: getattr(odd, name) + 1})
+    found = find_divergence(excuse([BEGIN, BEGIN, odd]), [0, 1, 2], NAMES)
+    assert found is not None
+    assert found.startswith("shard rank 2")
+
+
+def test_a_failed_rank_is_not_excused() -> None:
+    found = find_divergence(excuse([BEGIN, Step(StepKind.FAILED, 7)]), [0, 1], NAMES)
+    assert found == "shard rank 1 (global rank 1) failed in forward 7; its own error says why"

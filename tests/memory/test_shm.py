@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from pdlink.backends import shm
 from pdlink.backends.shm import SHM_DIR, Location, Segment, attach, locate, sweep_stale
 from pdlink.errors import BackendUnavailable, InvalidInput, PeerGone, RegionError, StateError
 from pdlink.memory.allocate import allocate
+from tests import processes
 
 REPO = Path(__file__).parents[2]
 CREATE = "from pdlink.backends.shm import Segment; segment = Segment.create(4096); print(segment.name, flush=True)\n"
@@ -34,8 +35,16 @@ def segment() -> Iterator[Segment]:
     one.close()
 
 
-def run_python(code: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-c", code], cwd=REPO, stdout=subprocess.PIPE, text=True)
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return processes.run([sys.executable, "-c", code], cwd=REPO)
+
+
+@contextlib.contextmanager
+def owning_python() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that lives on, and the name of its segment."""
+    command = [sys.executable, "-c", CREATE + "import time; time.sleep(600)"]
+    with processes.started(command, cwd=REPO, stdout=subprocess.PIPE, text=True) as process:
+        yield process, process.stdout.readline().strip()
 
 
 def test_a_segment_is_zero_filled_writable_and_only_for_its_user(segment: Segment) -> None:
@@ -66,8 +75,7 @@ def test_another_process_maps_what_the_owner_writes(segment: Segment) -> None:
         "print(one.array[5000], one.array.flags.writeable, one.array.nbytes)\n"
         "one.close(); one.close()\n"
     )
-    reader = run_python(code)
-    assert reader.communicate(timeout=30)[0] == "9 False 10000\n"
+    assert run_python(code).stdout == "9 False 10000\n"
     assert path_of(segment.name).exists(), "a reader's end removes nothing"
 
 
@@ -174,42 +182,39 @@ def test_addresses_of_own_segments_are_found_and_no_others() -> None:
 
 
 def test_what_nobody_closed_goes_when_the_process_ends() -> None:
-    process = run_python(CREATE)
-    name = process.communicate(timeout=30)[0].strip()
-    assert process.returncode == 0
+    done = run_python(CREATE)
+    name = done.stdout.strip()
+    assert done.returncode == 0
     assert not path_of(name).exists()
 
 
 def test_what_a_killed_process_left_goes_at_the_next_sweep() -> None:
-    process = run_python(CREATE + "import time; time.sleep(60)")
-    assert process.stdout is not None
-    name = process.stdout.readline().strip()
-    assert name not in sweep_stale(), "its owner lives"
-    assert path_of(name).exists()
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-    sweep_stale()
-    assert not path_of(name).exists()
+    with owning_python() as (process, name):
+        assert name not in sweep_stale(), "its owner lives"
+        assert path_of(name).exists()
+        process.kill()
+        process.wait(processes.PATIENCE_S)
+        sweep_stale()
+        assert not path_of(name).exists()
 
 
 def test_the_first_segment_of_a_process_sweeps() -> None:
-    dead = run_python(CREATE + "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    name = dead.communicate(timeout=30)[0].strip()
-    run_python(CREATE).communicate(timeout=30)
-    assert not path_of(name).exists()
+    with owning_python() as (process, name):
+        process.kill()
+        process.wait(processes.PATIENCE_S)
+        run_python(CREATE)
+        assert not path_of(name).exists()
 
 
 def test_a_reader_does_not_keep_a_dead_owners_segment() -> None:
-    owner = run_python(CREATE + "import time; time.sleep(60)")
-    assert owner.stdout is not None
-    name = owner.stdout.readline().strip()
-    attached = attach(name, 4096)
-    owner.kill()
-    owner.communicate(timeout=30)
-    sweep_stale()
-    assert not path_of(name).exists()
-    assert not attached.array.any()
-    attached.close()
+    with owning_python() as (owner, name):
+        attached = attach(name, 4096)
+        owner.kill()
+        owner.wait(processes.PATIENCE_S)
+        sweep_stale()
+        assert not path_of(name).exists()
+        assert not attached.array.any()
+        attached.close()
 
 
 def test_a_sweep_leaves_strangers_alone() -> None:
@@ -255,7 +260,7 @@ def test_a_forked_child_removes_nothing() -> None:
         "swept = sweep_stale()\n"
         "print(os.path.exists('/dev/shm/' + segment.name), segment.name in swept, bool(locate(segment.address, 1)))\n"
     )
-    out = run_python(code).communicate(timeout=30)[0].splitlines()
+    out = run_python(code).stdout.splitlines()
     assert out[1] == "True False True"
     assert not path_of(out[0]).exists()
 
@@ -272,7 +277,7 @@ def test_a_forked_child_has_segments_of_its_own() -> None:
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len([n for n in os.listdir('/dev/shm')\n"
         "    if n.startswith(f'pdlink-{child}-')]))\n"
     )
-    assert run_python(code).communicate(timeout=30)[0].splitlines()[1] == "0 0"
+    assert run_python(code).stdout.splitlines()[1] == "0 0"
 
 
 def test_an_allocation_is_memory_that_peers_can_find() -> None:
@@ -297,4 +302,30 @@ def test_segments_need_no_torch() -> None:
         "import sys; import pdlink.backends.shm\n"
         "print([name for name in ('torch', 'multiprocessing.shared_memory') if name in sys.modules])"
     )
-    assert run_python(code).communicate(timeout=30)[0] == "[]\n"
+    assert run_python(code).stdout == "[]\n"
+
+
+def test_a_signal_in_the_middle_of_a_change_can_still_close_everything() -> None:
+    """A handler runs on the thread that it interrupts, which may hold the lock of the table."""
+    code = """
+import os, signal, sys
+from pdlink.backends import shm
+
+class Interrupting(list):
+    def insert(self, at, item):
+        super().insert(at, item)
+        signal.raise_signal(signal.SIGTERM)
+
+def end(number, frame):
+    shm.close_all()
+    os._exit(7)
+
+first = shm.Segment.create(64)
+print(first.name, flush=True)
+shm._TABLE._segments = Interrupting(shm._TABLE._segments)
+signal.signal(signal.SIGTERM, end)
+shm.Segment.create(64)
+"""
+    done = run_python(code)
+    assert done.returncode == 7, done.stderr
+    assert not path_of(done.stdout.strip()).exists()

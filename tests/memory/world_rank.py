@@ -12,10 +12,30 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.memory import scenarios_bytes, scenarios_divergence, scenarios_random
+from tests.memory import (
+    scenarios_ahead,
+    scenarios_bytes,
+    scenarios_cuda,
+    scenarios_divergence,
+    scenarios_formats,
+    scenarios_lanes,
+    scenarios_order,
+    scenarios_peer,
+    scenarios_random,
+)
 from tests.memory.rank_world import World
 
-SCENARIOS = {**scenarios_bytes.SCENARIOS, **scenarios_divergence.SCENARIOS, **scenarios_random.SCENARIOS}
+SCENARIOS = {
+    **scenarios_ahead.SCENARIOS,
+    **scenarios_bytes.SCENARIOS,
+    **scenarios_cuda.SCENARIOS,
+    **scenarios_divergence.SCENARIOS,
+    **scenarios_formats.SCENARIOS,
+    **scenarios_lanes.SCENARIOS,
+    **scenarios_order.SCENARIOS,
+    **scenarios_peer.SCENARIOS,
+    **scenarios_random.SCENARIOS,
+}
 
 
 def main(orders: dict[str, object]) -> None:
@@ -26,16 +46,17 @@ def main(orders: dict[str, object]) -> None:
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=int(str(orders["num_ranks"])),
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=120),
     )
     names = orders["scenarios"]
     assert isinstance(names, list)
     for name in names:
-        world = World(rank, dist.get_world_size())
+        kind, _, scenario = name.rpartition(":")
+        world = World(rank, dist.get_world_size(), kind or "broadcast")
         dist.barrier()
         started, error = time.monotonic(), ""
         try:
-            SCENARIOS[name](world)
+            SCENARIOS[scenario](world)
         except Exception:  # noqa: BLE001 - whatever it is, the test prints it
             error = traceback.format_exc()
         finally:
