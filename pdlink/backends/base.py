@@ -10,11 +10,14 @@ says QUIET or `fence` has returned. `settle` never says QUIET by guess.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pdlink.layout.regions import MemoryKind, Region
+from pdlink.threads import Death
 from pdlink.transfer.descriptors import PullBatch
+from pdlink.transfer.timings import PullTimings
 
 
 class PullStatus(StrEnum):
@@ -35,8 +38,10 @@ class Capabilities:
     `memory` are the kinds that it can read from and write to; `same_host_only` that both sides must share a host;
     `max_descriptors` caps one posted batch (0: no cap); `works_in_poll` that bytes move inside `poll`, so that a caller
     need not sleep between two polls. `gathers` that a pull reads pages straight from the owner's mapped memory, so that
-    packing them first could only cost. `cost_per_descriptor_s` and `bytes_per_s` are what one more descriptor and the
-    bytes of a pull take (0: next to nothing, or unknown).
+    packing them first could only cost. `files_per_peer` are the open files that a connected peer costs, in itself and
+    in the connection. `cost_per_descriptor_s` and `bytes_per_s` are what one more descriptor and the bytes of a pull
+    take (0: next to nothing, or unknown). `staged_only` that pages do not lie in memory which is registered with it, so
+    that it moves bytes between staging slots alone.
     """
 
     memory: frozenset[MemoryKind]
@@ -44,8 +49,10 @@ class Capabilities:
     max_descriptors: int = 0
     works_in_poll: bool = False
     gathers: bool = False
+    files_per_peer: int = 0
     cost_per_descriptor_s: float = 0.0
     bytes_per_s: float = 0.0
+    staged_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +71,8 @@ class PullHandle:
         self.batch = batch
         self.error: Exception | None = None
         """Why the pull failed, once its status is FAILED."""
+        self.timings = PullTimings()
+        """What the backend adds to it: `post_s`, and `prep_s` of what it makes after `submit`. May stay zero."""
 
 
 class Backend(ABC):
@@ -75,6 +84,9 @@ class Backend(ABC):
 
     name: str
     capabilities: Capabilities
+    on_death: Callable[[Death], None] = staticmethod(lambda death: None)
+    """Told, on that thread, of a thread of the backend that dies and is in the log. Set by whoever opened it, before
+    peers come."""
 
     @abstractmethod
     def register(self, region: Region) -> None:

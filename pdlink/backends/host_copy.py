@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from pdlink.transfer.descriptors import PullBatch
 
 ROWS_PER_LOOK = 256
+
+_memmove = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""`ctypes.memmove` without its answer, which costs a sixth of a call. Both let other threads run meanwhile."""
+
+
+def copy_rows(destinations: Iterable[int], sources: Iterable[int], sizes: Iterable[int]) -> None:
+    """Copy `sizes[i]` bytes from `sources[i]` to `destinations[i]`, one after another."""
+    deque(map(_memmove, destinations, sources, sizes), maxlen=0)
 
 
 def copy(batch: PullBatch, stop: Callable[[], bool]) -> bool:
@@ -18,7 +29,5 @@ def copy(batch: PullBatch, stop: Callable[[], bool]) -> bool:
     for rows in batch.expand(ROWS_PER_LOOK):
         if stop():
             return False
-        columns = (rows.destination.tolist(), rows.source.tolist(), rows.nbytes.tolist())
-        for destination, source, nbytes in zip(*columns, strict=True):
-            ctypes.memmove(destination, source, nbytes)
+        copy_rows(rows.destination.tolist(), rows.source.tolist(), rows.nbytes.tolist())
     return True

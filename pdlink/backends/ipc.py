@@ -1,38 +1,37 @@
-"""Owns the same-host backend: pulls straight from the owner's shared memory, page by page, without a staging copy.
+"""Owns the same-host backend: pulls straight from the owner's memory, page by page, without a staging copy.
 
-It serves host memory that `pdlink.memory.allocate` (or any `shm.Segment`) holds. Bytes move inside `poll`, on the
-caller's thread and at most `BYTES_PER_POLL` at a time, so a pull is quiet whenever `poll` is not running.
+It serves host memory that `pdlink.memory.allocate` (or any `shm.Segment`) holds, and device memory that the driver
+shares between processes. Host bytes move inside `poll`, on the caller's thread and a bounded number at a time, so such
+a pull is quiet whenever `poll` is not running. Device bytes are moved by a kernel of the reading device, which cannot
+be stopped, and is over in milliseconds.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
-from pdlink.backends.ranges import as_spans, check_destinations, extent, first_outside
-from pdlink.backends.shm import SHM_DIR, AttachedSegment, attach, locate
+from pdlink.backends.cuda_copy import Copying
+from pdlink.backends.ipc_device import DeviceMappings, Devices, share
+from pdlink.backends.ipc_endpoint import IpcEndpoint, SharedSegment, host_identity, parse_endpoint, process_identity
+from pdlink.backends.ipc_host import HostMappings, Portion, copy_some
+from pdlink.backends.region_spans import Place, PlacedSpans
+from pdlink.backends.shm import locate
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
-from pdlink.layout.regions import MAX_ADDRESS, MemoryKind, Region
-from pdlink.transfer.descriptors import Descriptors, GroupMove, Int64Array, PullBatch
+from pdlink.layout.regions import MemoryKind, Region
+from pdlink.transfer.descriptors import Int64Array, PullBatch
 
-BYTES_PER_POLL = 16 << 20
-ROWS_PER_PIECE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    """One of a peer's segments: where it lies there, and where it is mapped here."""
-
-    start: int
-    stop: int
-    segment: AttachedSegment
+LOOKS_PER_POLL = 8
+NAP_S = 20e-6
+"""Between two looks at a kernel that takes longer: the caller polls without sleeping."""
+LINK_BYTES_PER_S = 390e9
+"""Of the NVLink between two H200. About when it would end, a kernel is looked at all the time, up to `SPIN_S`: a nap
+takes a good deal longer than it says."""
+SPIN_S = 0.3e-3
 
 
 @dataclass(slots=True, eq=False)
@@ -41,91 +40,122 @@ class _Link:
     incarnation took its place."""
 
     incarnation: int
-    mapped: tuple[_Mapped, ...]
+    host: HostMappings
+    devices: DeviceMappings
     broken: bool = False
 
 
-class _IpcPull(PullHandle):
-    def __init__(self, batch: PullBatch, rows: Iterator[tuple[int, int, int]], link: _Link) -> None:
+class _IpcPull(PullHandle, ABC):
+    """`link` is held so that the mappings outlive a `disconnect` in the middle of the pull."""
+
+    def __init__(self, batch: PullBatch, link: _Link) -> None:
         super().__init__(batch)
-        self.rows = rows
         self.link: _Link | None = link
-        """Held so that the mappings outlive a `disconnect` in the middle of the pull."""
         self.status = PullStatus.PENDING
+
+    @property
+    def may_land(self) -> bool:
+        """Whether bytes may land while nobody polls."""
+        return False
+
+    @abstractmethod
+    def advance(self) -> bool:
+        """Move on; whether everything is in place."""
 
     def end(self, status: PullStatus, error: Exception | None = None) -> None:
         self.status, self.error = status, error
-        self.rows, self.link = iter(()), None
+        if not self.may_land:
+            self.link = None
+
+
+class _HostPull(_IpcPull):
+    def __init__(self, batch: PullBatch, link: _Link, portions: Iterator[Portion]) -> None:
+        super().__init__(batch, link)
+        self._portions = portions
+        self._left = batch.nbytes
+
+    def advance(self) -> bool:
+        self._left -= copy_some(self._portions)
+        return self._left <= 0
+
+    def end(self, status: PullStatus, error: Exception | None = None) -> None:
+        super().end(status, error)
+        self._portions = iter(())
+
+
+class _DevicePull(_IpcPull):
+    def __init__(self, batch: PullBatch, link: _Link, copying: Copying) -> None:
+        super().__init__(batch, link)
+        self.copying = copying
+        self._expected = time.perf_counter() + batch.nbytes / LINK_BYTES_PER_S
+
+    @property
+    def may_land(self) -> bool:
+        return not self.copying.is_over
+
+    def advance(self) -> bool:
+        for _ in range(LOOKS_PER_POLL):
+            if self.copying.is_over:
+                self.copying.wait()
+                return True
+        late_s = time.perf_counter() - self._expected
+        time.sleep(0 if 0 <= late_s < SPIN_S else NAP_S)
+        return False
 
 
 class IpcBackend(Backend):
-    """See `Backend`. Registering is free: a region is only remembered, to check destinations and to tell peers."""
+    """See `Backend`. Registering host memory is free: it is only remembered, to check destinations and to tell peers.
+    The first region of a device prepares that device, which takes part of a second."""
 
     name = "ipc"
-    capabilities = Capabilities(frozenset({MemoryKind.HOST}), same_host_only=True, works_in_poll=True, gathers=True)
+    capabilities = Capabilities(
+        frozenset({MemoryKind.HOST, MemoryKind.CUDA}),
+        same_host_only=True,
+        works_in_poll=True,
+        gathers=True,
+        files_per_peer=2,  # one for each of its segments
+    )
 
     def __init__(self) -> None:
-        self._host = _host_identity()
-        self._regions: dict[tuple[int, int], int] = {}
-        self._spans: Int64Array | None = None
-        """The regions in order, made when a pull needs them."""
+        self._host = host_identity()
+        self._spans = PlacedSpans()
+        self._devices = Devices()
         self._peers: dict[str, _Link] = {}
+        self._launched: list[_DevicePull] = []
+        """Device pulls that may still be under way."""
         self._lock = threading.Lock()
 
     def register(self, region: Region) -> None:
-        if region.memory is not MemoryKind.HOST:
-            raise RegionError(
-                f"backend ipc serves host memory; {region.component!r} layer {region.layer} is on {region.memory}"
-            )
-        with self._lock:
-            span = (region.base_address, region.end_address)
-            self._regions[span] = self._regions.get(span, 0) + 1
-            self._spans = None
+        if region.memory is MemoryKind.CUDA:
+            self._devices.adopt(region)
+        self._spans.add(region)
 
     def deregister(self, region: Region) -> None:
-        with self._lock:
-            span = (region.base_address, region.end_address)
-            self._regions[span] = self._regions.get(span, 0) - 1
-            if self._regions[span] <= 0:
-                del self._regions[span]
-                self._spans = None
+        self._spans.remove(region)
 
     def endpoint(self) -> bytes:
-        """Host identity and the segments of all registered regions, as JSON.
+        """Host identity, and the segments and device allocations of all registered regions, as JSON.
 
-        Raises `RegionError` when a region is not in shared memory.
+        Raises `RegionError` when a region is in memory that no other process can map.
         """
-        segments: dict[str, tuple[int, int]] = {}
-        with self._lock:
-            spans = list(self._regions)
-        for start, stop in spans:
-            place = locate(start, stop - start)
-            if place is None:
-                raise RegionError(
-                    f"memory {start:#x}..{stop:#x} is private to this process, so no peer can read it over ipc; "
-                    "allocate the pool with pdlink.memory.allocate"
-                )
-            segments[place.name] = (start - place.offset, place.nbytes)
-        listed = [[name, base, nbytes] for name, (base, nbytes) in segments.items()]
-        return json.dumps({"host": self._host, "segments": listed}, separators=(",", ":")).encode()
+        host = [self._segment(start, stop) for _, start, stop in self._spans.all(MemoryKind.HOST)]
+        segments = tuple(dict.fromkeys(host))
+        allocations = share((place.device, start) for place, start, _ in self._spans.all(MemoryKind.CUDA))
+        device_spans = tuple(self._spans.merged(MemoryKind.CUDA))
+        return IpcEndpoint(self._host, process_identity(), segments, allocations, device_spans).to_bytes()
 
     def connect(self, peer: Peer) -> None:
         with self._lock:
             known = self._peers.get(peer.worker_id)
         if known and known.incarnation == peer.incarnation:
             return
-        host, listed = _parse_endpoint(peer)
-        if host != self._host:
-            raise BackendUnavailable(f"{peer.worker_id} runs on another host or with another /dev/shm ({host})")
-        mapped: list[_Mapped] = []
-        try:
-            for name, base, nbytes in listed:
-                mapped.append(_Mapped(base, base + nbytes, attach(name, nbytes)))
-        except BaseException:
-            for one in mapped:
-                one.segment.close()
-            raise
-        link = _Link(peer.incarnation, tuple(sorted(mapped, key=lambda one: one.start)))
+        told = parse_endpoint(peer)
+        if told.host != self._host:
+            raise BackendUnavailable(f"{peer.worker_id} runs on another host or with another /dev/shm ({told.host})")
+        devices = DeviceMappings(peer.worker_id, told)
+        for device in self._spans.devices() if told.allocations else ():
+            devices.reach(device)
+        link = _Link(peer.incarnation, HostMappings.of(peer.worker_id, told.segments), devices)
         with self._lock:
             replaced = self._peers.get(peer.worker_id)
             self._peers[peer.worker_id] = link
@@ -141,28 +171,41 @@ class IpcBackend(Backend):
     def submit(self, batch: PullBatch) -> PullHandle:
         with self._lock:
             link = self._peers.get(batch.worker_id)
-            if self._spans is None:
-                self._spans = as_spans(self._regions)
-            spans = self._spans
         if link is None:
             raise PeerGone(f"{batch.worker_id} is not connected over ipc")
-        for move in batch.moves:
-            check_destinations(move, spans)
-        moves = tuple(_localised(move, link.mapped, batch.worker_id) for move in batch.moves)
-        return _IpcPull(batch, _rows(PullBatch(batch.worker_id, moves).expand(ROWS_PER_PIECE)), link)
+        place = self._destination(batch)
+        own = self._spans.of(place)
+        if place.memory is MemoryKind.CUDA:
+            return self._launch(batch, link, own, place.device)
+        return _HostPull(batch, link, link.host.portions(batch.moves, own))
+
+    def _launch(self, batch: PullBatch, link: _Link, own: Int64Array, device: int) -> PullHandle:
+        pull = _DevicePull(batch, link, link.devices.start(batch.moves, own, self._devices.copier(device)))
+        with self._lock:
+            self._launched = [one for one in self._launched if one.may_land] + [pull]
+        return pull
 
     def poll(self, handle: PullHandle) -> PullStatus:
         assert isinstance(handle, _IpcPull)
+        if handle.status is not PullStatus.PENDING:
+            return handle.status
         if handle.link and handle.link.broken:
             handle.end(PullStatus.FAILED, PeerGone(f"the link to {handle.batch.worker_id} was broken"))
-        if handle.status is PullStatus.PENDING and _copy(handle.rows):
-            handle.end(PullStatus.DONE)
+            return handle.status
+        try:
+            if handle.advance():
+                handle.end(PullStatus.DONE)
+        except BackendError as error:
+            handle.end(PullStatus.FAILED, error)
         return handle.status
 
     def settle(self, handle: PullHandle) -> Settled:
         assert isinstance(handle, _IpcPull)
         if handle.status is PullStatus.PENDING:
             handle.end(PullStatus.FAILED, BackendError("the pull was stopped before all of it had landed"))
+        if handle.may_land:
+            return Settled.NOT_QUIET
+        handle.link = None
         return Settled.QUIET
 
     def fence(self, peer: Peer) -> tuple[str, ...]:
@@ -171,6 +214,10 @@ class IpcBackend(Backend):
             if link and link.incarnation == peer.incarnation:
                 link.broken = True
                 del self._peers[peer.worker_id]
+            launched = [one for one in self._launched if one.batch.worker_id == peer.worker_id]
+        for pull in launched:
+            while pull.may_land:
+                time.sleep(NAP_S)
         return (peer.worker_id,)
 
     def close(self) -> None:
@@ -178,72 +225,25 @@ class IpcBackend(Backend):
             for link in self._peers.values():
                 link.broken = True
             self._peers.clear()
-            self._regions.clear()
-            self._spans = None
+            self._spans.clear()
+        self._devices.close()
+        self._launched.clear()
 
+    def _segment(self, start: int, stop: int) -> SharedSegment:
+        place = locate(start, stop - start)
+        if place is None:
+            raise RegionError(
+                f"memory {start:#x}..{stop:#x} is private to this process, so no peer can read it over ipc; "
+                "allocate the pool with pdlink.memory.allocate"
+            )
+        return SharedSegment(place.name, start - place.offset, place.nbytes)
 
-def _host_identity() -> str:
-    """Equal for two processes exactly when they see the same /dev/shm of the same boot."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
-        shm = os.stat(SHM_DIR)
-    except OSError as error:
-        raise BackendUnavailable(f"backend ipc needs {SHM_DIR} and /proc: {error}") from error
-    return f"{boot}/{shm.st_dev}:{shm.st_ino}"
-
-
-def _parse_endpoint(peer: Peer) -> tuple[str, list[tuple[str, int, int]]]:
-    try:
-        blob = json.loads(peer.endpoint)
-        listed = [(str(name), int(base), int(nbytes)) for name, base, nbytes in blob["segments"]]
-        host = str(blob["host"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise BackendUnavailable(f"{peer.worker_id} offers an ipc endpoint that cannot be read: {error}") from error
-    for name, base, nbytes in listed:
-        if base < 1 or nbytes < 1 or base + nbytes > MAX_ADDRESS:
-            raise BackendUnavailable(f"{peer.worker_id} offers segment {name} at {base:#x} of {nbytes} bytes over ipc")
-    return host, listed
-
-
-def _localised(move: GroupMove, mapped: tuple[_Mapped, ...], worker_id: str) -> GroupMove:
-    """The same move with the owner's addresses replaced by where its segments are mapped here."""
-    layers = move.layers
-    starts = np.array([one.start for one in mapped], dtype=np.int64)
-    stops = np.array([one.stop for one in mapped], dtype=np.int64)
-    here = np.array([one.segment.address for one in mapped], dtype=np.int64)
-    first, end = extent(layers.source_base, layers.source_stride, layers.page_bytes, move.runs.source, move.runs.count)
-    row = first_outside(layers.source_base, first, end, np.stack([starts, stops], axis=1))
-    if row is not None:
-        raise RegionError(f"addresses {int(first[row]):#x}..{int(end[row]):#x} are in no segment of {worker_id}")
-    which = np.searchsorted(starts, layers.source_base, side="right") - 1
-    return GroupMove(move.group, move.runs, layers.rebased(layers.source_base - starts[which] + here[which]))
-
-
-def _rows(pieces: Iterator[Descriptors]) -> Iterator[tuple[int, int, int]]:
-    """(source, destination, nbytes) one by one, none longer than `BYTES_PER_POLL`."""
-    for piece in pieces:
-        for row in zip(piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True):
-            source, destination, nbytes = row
-            while nbytes > BYTES_PER_POLL:
-                yield source, destination, BYTES_PER_POLL
-                source, destination, nbytes = (
-                    source + BYTES_PER_POLL,
-                    destination + BYTES_PER_POLL,
-                    nbytes - BYTES_PER_POLL,
-                )
-            yield source, destination, nbytes
-
-
-def _copy(rows: Iterator[tuple[int, int, int]]) -> bool:
-    """Move rows until there are none, or until `BYTES_PER_POLL` bytes have moved; returns whether there are none.
-
-    Every range was checked by `submit`.
-    """
-    memmove, budget = ctypes.memmove, BYTES_PER_POLL
-    for source, destination, nbytes in rows:
-        memmove(destination, source, nbytes)
-        budget -= nbytes
-        if budget <= 0:
-            return False
-    return True
+    def _destination(self, batch: PullBatch) -> Place:
+        """Where the batch goes. Raises `RegionError` when that is more than one kind of memory or device."""
+        places = {self._spans.place(move.layers.destination_base) for move in batch.moves}
+        if len(places) > 1:
+            listed = " and ".join(sorted(map(str, places)))
+            raise RegionError(
+                f"one pull over ipc goes into {listed}; give the components of one pool one kind of memory"
+            )
+        return places.pop() if places else Place(MemoryKind.HOST)

@@ -10,20 +10,49 @@ import threading
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from time import perf_counter
 
 from pdlink.address import parse_address
 from pdlink.backends.base import Peer, PullHandle, PullStatus
-from pdlink.backends.mooncake_engine import DONE, LOG_HINT, PENDING, Engine, Span
+from pdlink.backends.kept_plans import KeptPlans
+from pdlink.backends.mooncake_engine import DONE, LOG_HINT, NVLINK, PENDING, Engine, Span
 from pdlink.errors import BackendError, PeerGone
+from pdlink.threads import Death, OnDeath, SupervisedThread
 from pdlink.transfer.descriptors import PullBatch
 
-MAX_READ_BYTES = 8 << 20
-"""Longer ranges are cut, so that what is in flight, and has to be waited for when a pull is stopped, stays little."""
-MAX_READS = 256
-"""Reads of one pull in flight. Fewer starve the library's connections; it queues 1,024 for a peer."""
-MAX_BYTES = 64 << 20
-MAX_LINK_READS = 768
-"""Reads of all pulls from one peer in flight. Above this each pull keeps one going."""
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """How reads are posted, and how many are in flight.
+
+    Ranges longer than `read_bytes` are cut (0: none), so that what has to be waited for when a pull is stopped stays
+    little. `batch_reads` go in one batch. At most `batches` and `nbytes` bytes of a pull are in flight, and
+    `link_batches` of all pulls from one peer; above that each pull keeps one going. `longest_nap_s` is how long a poll
+    sleeps at most when nothing has landed; 0: it never does, because the bytes move by themselves.
+    """
+
+    read_bytes: int
+    batch_reads: int
+    batches: int
+    nbytes: int
+    link_batches: int
+    longest_nap_s: float
+
+
+# Fewer reads starve the library's connections, and so do a few long ones; it queues 1,024 for a peer.
+NETWORK = Window(2 << 20, 1, 256, 64 << 20, 768, 1e-3)
+# Four thousand reads are some ten milliseconds, and a few gigabytes.
+DEVICES = Window(0, 1024, 4, 4 << 30, 64, 0.0)
+
+
+def window_of(protocol: str) -> Window:
+    return DEVICES if protocol == NVLINK else NETWORK
+
+
+Batch = tuple[list[int], list[int], list[int]]
+"""Addresses read from, addresses written to, bytes of each."""
+
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
 ROWS_PER_PIECE = 4096
 CLOSE_TIMEOUT_S = 2.0
@@ -33,13 +62,13 @@ LOOK_TIMEOUT_S = 0.2
 class MooncakePull(PullHandle):
     """A pull. It is quiet when `posted` is empty, or when its link's engine has ended."""
 
-    def __init__(self, batch: PullBatch, link: Link) -> None:
+    def __init__(self, batch: PullBatch, link: Link, batches: Iterator[Batch]) -> None:
         super().__init__(batch)
         self.link = link
-        self.rows = _rows(batch)
-        self.next: tuple[int, int, int] | None = next(self.rows, None)
+        self.batches = batches
+        self.next: Batch | None = next(self.batches, None)
         self.posted: deque[tuple[int, int]] = deque()
-        """(id, nbytes) of the reads in flight."""
+        """(id, nbytes) of the batches in flight."""
         self.nbytes = 0
         self.nap_s = FIRST_NAP_S
         self.status = PullStatus.PENDING
@@ -48,27 +77,29 @@ class MooncakePull(PullHandle):
         """The first failure stays. Nothing more is posted."""
         if self.status is PullStatus.PENDING:
             self.status, self.error = PullStatus.FAILED, error
-        self.rows, self.next = iter(()), None
+        self.batches, self.next = iter(()), None
 
 
 class Link:
     """A peer as connected. Any thread may call; calls of several wait for each other."""
 
-    def __init__(self, peer: Peer, session: str, engine: Engine) -> None:
+    def __init__(self, peer: Peer, session: str, engine: Engine, window: Window) -> None:
         self.peer = peer
+        self.window = window
+        self.plans: KeptPlans[Batch] = KeptPlans()
         self.is_open = True
         """Whether the engine still runs. Once it does not, every pull of the link is quiet."""
         self._session = session
         self._engine = engine
         self._lock = threading.Lock()
-        self._num_reads = 0
+        self._num_posted = 0
         self._retired = False
 
     def offer(self, spans: Collection[Span]) -> None:
         """Tell the engine which local memory there is. Raises `RegionError`."""
         with self._lock:
             if self.is_open:
-                self._engine.offer(spans)
+                self._engine.offer_destinations(spans)
 
     def advance(self, pull: MooncakePull) -> bool:
         """Take in what has landed and post what there is room for; returns whether anything had landed."""
@@ -79,7 +110,9 @@ class Link:
                 return True
             landed = self._reap(pull)
             if pull.status is PullStatus.PENDING:
+                began = perf_counter()
                 self._post(pull)
+                pull.timings.post_s += perf_counter() - began
             if not pull.posted and pull.status is PullStatus.PENDING:
                 pull.status = PullStatus.DONE
             self._close_if_idle()
@@ -90,7 +123,7 @@ class Link:
         with self._lock:
             if self.is_open:
                 still = deque(one for one in pull.posted if self._engine.check(one[0]) == PENDING)
-                self._num_reads -= len(pull.posted) - len(still)
+                self._num_posted -= len(pull.posted) - len(still)
                 pull.posted = still
                 self._close_if_idle()
             else:
@@ -124,26 +157,30 @@ class Link:
                 break
             pull.posted.popleft()
             pull.nbytes -= nbytes
-            self._num_reads -= 1
+            self._num_posted -= 1
             landed = True
             if state != DONE:
                 pull.fail(self._explain())
         return landed
 
     def _post(self, pull: MooncakePull) -> None:
-        while (row := pull.next) is not None and (not pull.posted or self._has_room(pull, row[2])):
+        while (batch := pull.next) is not None and (not pull.posted or self._has_room(pull, sum(batch[2]))):
+            sources, destinations, sizes = batch
             try:
-                posted = self._engine.read(self._session, row[1], row[0], row[2])
+                posted = self._engine.read(self._session, destinations, sources, sizes)
             except BackendError as error:
                 pull.fail(error)
                 return
-            pull.posted.append((posted, row[2]))
-            pull.nbytes += row[2]
-            self._num_reads += 1
-            pull.next = next(pull.rows, None)
+            nbytes = sum(sizes)
+            pull.posted.append((posted, nbytes))
+            pull.nbytes += nbytes
+            self._num_posted += 1
+            pull.next = next(pull.batches, None)
 
     def _has_room(self, pull: MooncakePull, nbytes: int) -> bool:
-        return len(pull.posted) < MAX_READS and pull.nbytes + nbytes <= MAX_BYTES and self._num_reads < MAX_LINK_READS
+        window = self.window
+        fits = len(pull.posted) < window.batches and pull.nbytes + nbytes <= window.nbytes
+        return fits and self._num_posted < window.link_batches
 
     def _explain(self) -> BackendError:
         """Why a read failed: the library does not say, so its port is asked whether anybody is there."""
@@ -162,7 +199,7 @@ class Link:
         )
 
     def _close_if_idle(self) -> None:
-        if self._retired and not self._num_reads:
+        if self._retired and not self._num_posted:
             self._end()
 
     def _end(self) -> None:
@@ -174,16 +211,22 @@ class Link:
 class Opening:
     """The first read from a peer, on a thread of its own, because the library may block in it for a minute."""
 
-    def __init__(self, peer: Peer, session: str, first_address: int, engine: Engine) -> None:
+    def __init__(
+        self, peer: Peer, session: str, first_address: int, engine: Engine, window: Window, on_death: OnDeath
+    ) -> None:
         self._peer = peer
         self._session = session
         self._engine = engine
+        self._window = window
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._abandoned = False
         self._error: BackendError | None = None
-        self._thread = threading.Thread(
-            target=self._run, args=(first_address,), name=f"pdlink-mooncake-{peer.worker_id}", daemon=True
+        self._thread = SupervisedThread(
+            lambda: self._run(first_address),
+            f"pdlink-mooncake-{peer.worker_id}",
+            "backend mooncake",
+            on_death=lambda death: self._die(death, on_death),
         )
         self._thread.start()
 
@@ -201,10 +244,10 @@ class Opening:
         if self._error:
             self._engine.close()
             raise self._error
-        return Link(self._peer, self._session, self._engine)
+        return Link(self._peer, self._session, self._engine, self._window)
 
     def _run(self, first_address: int) -> None:
-        error = None
+        error: BackendError | None = None
         try:
             posted = self._engine.read_byte(self._session, first_address)
             nap_s = FIRST_NAP_S
@@ -215,6 +258,15 @@ class Opening:
                 error = PeerGone(f"{self._peer.worker_id} at {self._session} refused a first read; {LOG_HINT}")
         except BackendError as caught:
             error = PeerGone(f"{self._peer.worker_id} at {self._session} does not answer mooncake: {caught}")
+        self._end(error)
+
+    def _die(self, death: Death, told: OnDeath) -> None:
+        try:
+            self._end(BackendError(death.text))
+        finally:
+            told(death)
+
+    def _end(self, error: BackendError | None) -> None:
         with self._lock:
             self._error = error
             self._over.set()
@@ -223,11 +275,13 @@ class Opening:
             self._engine.close()
 
 
-def _rows(batch: PullBatch) -> Iterator[tuple[int, int, int]]:
-    """(source, destination, nbytes) one by one, none longer than `MAX_READ_BYTES`."""
-    for piece in batch.expand(ROWS_PER_PIECE):
-        for source, destination, nbytes in zip(
-            piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist(), strict=True
-        ):
-            for start in range(0, nbytes, MAX_READ_BYTES):
-                yield source + start, destination + start, min(MAX_READ_BYTES, nbytes - start)
+def batches_of(batch: PullBatch, window: Window) -> Iterator[Batch]:
+    """Everything that `batch` moves, as the window says it is posted."""
+    for piece in batch.expand(window.batch_reads if window.batch_reads > 1 else ROWS_PER_PIECE):
+        columns = (piece.source.tolist(), piece.destination.tolist(), piece.nbytes.tolist())
+        if window.batch_reads > 1:
+            yield columns
+            continue
+        for source, destination, nbytes in zip(*columns, strict=True):
+            for start in range(0, nbytes, window.read_bytes):
+                yield [source + start], [destination + start], [min(window.read_bytes, nbytes - start)]

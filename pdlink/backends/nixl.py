@@ -13,6 +13,7 @@ from contextlib import ExitStack
 
 from pdlink.address import Address
 from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.cuda_driver import num_devices
 from pdlink.backends.nixl_endpoint import RegionTable
 from pdlink.backends.nixl_link import NixlLink, NixlPull
 from pdlink.backends.nixl_server import NixlServer
@@ -22,13 +23,19 @@ from pdlink.layout.regions import MemoryKind, Region
 from pdlink.transfer.descriptors import PullBatch
 
 log = logging.getLogger("pdlink.backends")
+FILES_PER_PEER = 9
+"""Of the agent that pulls from a peer over UCX 1.23, its connection over tcp included, as measured."""
 
 
 class NixlBackend(Backend):
-    """See `Backend`. Registering is free until an endpoint is asked for or a peer is connected."""
+    """See `Backend`. Registering is free until an endpoint is asked for or a peer is connected.
+
+    Regions may lie in host memory and on CUDA devices at once. Between devices of one host UCX takes `cuda_ipc`, unless
+    UCX_TLS keeps it out.
+    """
 
     name = "nixl"
-    capabilities = Capabilities(frozenset({MemoryKind.HOST}))
+    capabilities = Capabilities(frozenset({MemoryKind.HOST}), files_per_peer=FILES_PER_PEER)
 
     def __init__(self, settings: Settings) -> None:
         """Start the engine. Raises `BackendUnavailable` when nixl is not installed or finds no transport.
@@ -38,7 +45,9 @@ class NixlBackend(Backend):
         """
         if Address(settings.bind_host, 0).is_loopback:
             os.environ.setdefault("UCX_NET_DEVICES", "lo")
-        self._server = NixlServer()
+        if num_devices():
+            self.capabilities = Capabilities(frozenset(MemoryKind), files_per_peer=FILES_PER_PEER)
+        self._server = NixlServer(lambda death: self.on_death(death))
         self._lock = threading.Lock()
         self._regions: dict[Region, int] = {}
         self._table = RegionTable.of(())
@@ -53,7 +62,8 @@ class NixlBackend(Backend):
     def register(self, region: Region) -> None:
         if region.memory not in self.capabilities.memory:
             raise RegionError(
-                f"backend nixl serves host memory; {region.component!r} layer {region.layer} is on {region.memory}"
+                f"backend nixl serves host memory here, where no CUDA device is visible; {region.component!r} layer "
+                f"{region.layer} is on {region.memory} device {region.device}"
             )
         with self._lock:
             self._regions[region] = self._regions.get(region, 0) + 1

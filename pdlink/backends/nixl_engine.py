@@ -6,9 +6,11 @@ Facts that shape it, seen with nixl 1.5.1 (UCX 1.23):
   to UCX's own bundled copy; its destructor unregisters what was never registered, and the process ends in a segfault.
   Loading the system's libibverbs on its own first makes each copy use its own symbols.
 - An agent without a progress thread moves bytes only inside calls on it, and when it is destroyed nothing of its
-  transfers lands any more. `remove_remote_agent` and releasing a handle promise no such thing.
+  transfers lands any more, copies aside that a device has begun. `remove_remote_agent` and releasing a handle promise
+  no such thing.
 - Over tcp, UCX may abort an owner ("stubs.c:107 Assertion `0' failed") that finds, in one look, requests of a reader
   and the end of its connection: 5 of 12 times when a reader with 2,048 reads under way was killed, 0 of 10 with 64.
+  So it may when a link is cut in the middle of reads ("ucp_request.inl:356 Fatal: unexpected error: Endpoint timeout").
 - UCX says little about what it chose; UCX_LOG_LEVEL=info prints the transports and devices of every connection.
 """
 
@@ -22,7 +24,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -32,6 +34,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pdlink.backends.cuda_driver import call, on_device
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout.regions import MemoryKind
 
@@ -110,11 +113,13 @@ class Held:
 class Agent:
     """One nixl agent with UCX, under a name that is never used again. Calls are serialised here; any thread may call.
 
-    `destroy` ends it: from then on no transfer of it writes a byte.
+    `destroy` ends it: from then on no transfer of it writes a byte. `device` is the CUDA device that its calls are made
+    on, if any: UCX looks at its caller's when it chooses transports and copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: int | None = None) -> None:
         api = library()
+        self.device = device
         self.name = f"pdlink-{os.getpid()}-{secrets.token_hex(8)}"
         self.lock = threading.RLock()
         config = api.nixl_agent_config(
@@ -124,7 +129,8 @@ class Agent:
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
-            self._nixl: Any = api.nixl_agent(self.name, config)
+            with self._on_device():
+                self._nixl: Any = api.nixl_agent(self.name, config)
         except Exception as error:
             reason = translate(error, "start an agent over UCX")
             raise BackendUnavailable(f"{reason}; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}") from error
@@ -138,13 +144,17 @@ class Agent:
     def is_destroyed(self) -> bool:
         return self._nixl is None
 
+    def _on_device(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.device is None else on_device(self.device)
+
     def call(self, doing: str, function: Callable[[Any], Answer], peer: str = "") -> Answer:
         """`function(nixl agent)`, with errors as ours. Raises `PeerGone` once destroyed."""
         with self.lock:
             if self._nixl is None:
                 raise PeerGone(f"the nixl agent for {peer or 'this process'} was taken down")
             try:
-                return function(self._nixl)
+                with self._on_device():
+                    return function(self._nixl)
             except Exception as error:
                 ours = translate(error, doing, peer)
                 error.__traceback__ = None  # its frames hold the agent, which could then not be destroyed
@@ -197,15 +207,23 @@ class Agent:
         """DONE, PROC or ERR. Raises `PeerGone` or `BackendError` when it failed."""
         return str(self.call("read pages", lambda nixl: nixl.check_xfer_state(transfer.raw), peer))
 
+    def wait_for_device(self) -> None:
+        """Wait for everything that this process has launched on the agent's device: copies between devices go on when
+        an agent is destroyed. Raises `BackendError` when the device has failed."""
+        if self.device is not None:
+            with on_device(self.device):
+                call("cuCtxSynchronize")
+
     def destroy(self) -> None:
         """Take the agent down, whatever it is doing. Handles and lists of it must have been let go. Twice is fine.
 
         Raises `BackendError` when something still holds it, since then nothing is proved.
         """
         with self.lock:
-            self._nixl = None
-            if self._alive() is not None:
-                gc.collect()  # a traceback may hold a frame that holds it
+            with self._on_device():
+                self._nixl = None
+                if self._alive() is not None:
+                    gc.collect()  # a traceback may hold a frame that holds it
             if self._alive() is not None:
                 raise BackendError(f"nixl agent {self.name} is still in use, so it cannot be taken down")
 

@@ -10,16 +10,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from time import perf_counter
 
 import numpy as np
 
 from pdlink.backends.base import Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.kept_plans import KeptPlans
 from pdlink.backends.nixl_endpoint import RegionTable, unpack
 from pdlink.backends.nixl_engine import Agent, Held
 from pdlink.backends.nixl_memory import NixlMemory
 from pdlink.backends.nixl_pieces import Indexed, Plain, pieces
 from pdlink.backends.ranges import check_destinations, check_sources
 from pdlink.errors import BackendError, PeerGone
+from pdlink.layout.regions import MemoryKind
 from pdlink.transfer.descriptors import PullBatch
 
 log = logging.getLogger("pdlink.backends")
@@ -57,11 +60,15 @@ class _Post:
 
 
 class _OwnPages:
-    """Own regions as they were at some time, and their prepared list: None where there is no page."""
+    """Own regions as they were at some time, and a prepared list for each kind of memory that they lie in."""
 
-    def __init__(self, table: RegionTable, prepared: Held | None) -> None:
+    def __init__(self, table: RegionTable, prepared: dict[MemoryKind, Held]) -> None:
         self.table = table
         self.prepared = prepared
+
+    def release(self) -> None:
+        for one in self.prepared.values():
+            one.release()
 
 
 class NixlLink:
@@ -71,20 +78,20 @@ class NixlLink:
         """Connect. Raises `BackendUnavailable`, `PeerGone` or `BackendError`."""
         metadata, self.regions = unpack(peer.endpoint, peer.worker_id)
         self.peer = peer
-        self.agent = Agent()
+        self.agent = Agent(own.cuda_device)
         self.lock = self.agent.lock
         self._memory = NixlMemory(self.agent)
         self._own: _OwnPages | None = None
-        self._their_list: Held | None = None
+        self._their_lists: dict[MemoryKind, Held] = {}
         self._pulls: list[NixlPull] = []
+        self._plans: KeptPlans[Indexed | Plain] = KeptPlans()
         self._is_dead = False
         """The connection has failed: a post of it may never be heard of again."""
+        self._may_copy = False
+        """The agent was taken down with posts under way, and its device may still copy for them."""
         try:
             self._name = self.agent.add_peer(metadata, peer.worker_id)
-            if len(self.regions.base):
-                self._their_list = self.agent.prepare(
-                    self._name, self.regions.strided_rows(), self.regions.memory, peer.worker_id
-                )
+            self._prepare(self._their_lists, self._name, self.regions)
             with self.lock:
                 self._adopt(own)
         except BaseException:
@@ -101,16 +108,20 @@ class NixlLink:
 
     def submit(self, batch: PullBatch, own: RegionTable) -> NixlPull:
         """Check the ranges, then post the first piece. Raises `RegionError` before a byte moves, or `PeerGone`."""
-        for move in batch.moves:
-            check_destinations(move, own.spans)
-            check_sources(move, self.regions.spans, self.peer.worker_id)
+        todo = self._plans.parts(batch, own, lambda: self._checked(batch, own))
         with self.lock:
             if not self.is_usable:
                 raise PeerGone(f"the nixl link to {self.peer.worker_id} is down; connect again")
-            pull = NixlPull(batch, self, self._adopt(own), pieces(batch, own, self.regions))
+            pull = NixlPull(batch, self, self._adopt(own), todo)
             self._pulls.append(pull)
             self._step(pull)
             return pull
+
+    def _checked(self, batch: PullBatch, own: RegionTable) -> Iterator[Indexed | Plain]:
+        for move in batch.moves:
+            check_destinations(move, own.spans)
+            check_sources(move, self.regions.spans, self.peer.worker_id)
+        return pieces(batch, own, self.regions)
 
     def poll(self, pull: NixlPull) -> PullStatus:
         with self.lock:
@@ -124,7 +135,7 @@ class NixlLink:
         with self.lock:
             pull.fail(BackendError("the pull was stopped before all of it had landed"))
             if self.is_down:
-                self.agent.destroy()  # raises while it is not proved
+                self.take_down("it was not proved to be down")  # raises while it is not
             else:
                 self._reap(pull)
             if pull.posted and self._is_dead:
@@ -137,17 +148,21 @@ class NixlLink:
     def take_down(self, why: str) -> None:
         """Destroy the agent: every pull of the link is over and quiet afterwards. Twice is fine."""
         with self.lock:
+            if any(pull.posted for pull in self._pulls):
+                self._may_copy = True
             for pull in self._pulls:
                 pull.fail(PeerGone(f"the nixl link to {self.peer.worker_id} was taken down: {why}"))
                 while pull.posted:
                     with suppress(Exception):  # a post that will not be released goes with its agent
                         pull.posted.popleft().release()
             self._pulls.clear()
-            for prepared in (self._own and self._own.prepared, self._their_list):
-                if prepared:
-                    with suppress(Exception):  # it goes with its agent
-                        prepared.release()
+            for prepared in (*(self._own.prepared.values() if self._own else ()), *self._their_lists.values()):
+                with suppress(Exception):  # it goes with its agent
+                    prepared.release()
             self.agent.destroy()
+            if self._may_copy:
+                self.agent.wait_for_device()
+                self._may_copy = False
 
     def _adopt(self, own: RegionTable) -> _OwnPages:
         """Register own regions as they are now, unless they are already, and prepare their list.
@@ -155,13 +170,20 @@ class NixlLink:
         What is not there any more is let go when no pull is under way, which may still use it.
         """
         if self._own is None or self._own.table is not own:
+            if self.agent.device is None:
+                self.agent.device = own.cuda_device
             self._memory.add(own)
-            prepared = self.agent.prepare("", own.strided_rows(), own.memory, "") if len(own.base) else None
+            prepared: dict[MemoryKind, Held] = {}
+            self._prepare(prepared, "", own)
             # A list that pulls under way still use is released with the last of them, which holds it.
             self._own = _OwnPages(own, prepared)
         if not self._pulls:
             self._memory.keep_only(own)
         return self._own
+
+    def _prepare(self, lists: dict[MemoryKind, Held], name: str, table: RegionTable) -> None:
+        for memory in table.kinds:
+            lists[memory] = self.agent.prepare(name, table.strided_rows(memory), memory, self.peer.worker_id)
 
     # --- steps, under the lock ----------------------------------------------------------------------
 
@@ -169,7 +191,9 @@ class NixlLink:
         """Look at what is posted, then post what there is room for: at most one post that moves its bytes at once."""
         self._reap(pull)
         while pull.status is PullStatus.PENDING and len(pull.posted) < MAX_POSTED:
+            began = perf_counter()
             piece = next(pull.todo, None)
+            pull.timings.prep_s += perf_counter() - began
             if piece is None:
                 if not pull.posted:
                     pull.status = PullStatus.DONE
@@ -183,29 +207,33 @@ class NixlLink:
         if pull in self._pulls:
             self._pulls.remove(pull)
         used = [one.own for one in self._pulls]
-        if pull.own is not self._own and pull.own not in used and pull.own.prepared:
-            pull.own.prepared.release()
+        if pull.own is not self._own and pull.own not in used:
+            pull.own.release()
 
     def _post(self, pull: NixlPull, piece: Indexed | Plain) -> bool:
         """Post one piece; returns whether it was over when the call came back, as it is where a kernel copies."""
         peer = self.peer.worker_id
         lists: tuple[Held, ...] = ()
+        began = perf_counter()
         try:
             if isinstance(piece, Plain):
-                own = self.agent.prepare("", piece.own, pull.own.table.memory, peer)
-                theirs = self.agent.prepare(self._name, piece.theirs, self.regions.memory, peer)
+                own = self.agent.prepare("", piece.own, piece.own_memory, peer)
+                theirs = self.agent.prepare(self._name, piece.theirs, piece.their_memory, peer)
                 lists, every = (own, theirs), np.arange(len(piece.own), dtype=np.int32)
                 transfer = self.agent.make_read(own, every, theirs, every, peer)
             else:
-                assert pull.own.prepared is not None
-                assert self._their_list is not None
-                transfer = self.agent.make_read(pull.own.prepared, piece.own, self._their_list, piece.theirs, peer)
+                own, theirs = pull.own.prepared[piece.own_memory], self._their_lists[piece.their_memory]
+                transfer = self.agent.make_read(own, piece.own, theirs, piece.theirs, peer)
         except BackendError as error:
             pull.fail(error)
             return False
         post = _Post(transfer, lists)
         pull.posted.append(post)
-        return self._look(pull, post, self.agent.post)
+        made = perf_counter()
+        over = self._look(pull, post, self.agent.post)
+        pull.timings.prep_s += made - began
+        pull.timings.post_s += perf_counter() - made
+        return over
 
     def _reap(self, pull: NixlPull) -> None:
         for post in list(pull.posted):

@@ -12,7 +12,8 @@ import threading
 from pdlink.backends.nixl_endpoint import RegionTable, pack
 from pdlink.backends.nixl_engine import Agent
 from pdlink.backends.nixl_memory import NixlMemory
-from pdlink.errors import BackendError
+from pdlink.errors import BackendError, RegionError
+from pdlink.threads import OnDeath, SupervisedThread
 
 log = logging.getLogger("pdlink.backends")
 
@@ -24,25 +25,41 @@ JOIN_TIMEOUT_S = 5.0
 class NixlServer:
     """Serves regions to peers. `close` twice is fine."""
 
-    def __init__(self) -> None:
-        """Start the engine. Raises `BackendUnavailable` with the reason."""
+    def __init__(self, on_death: OnDeath) -> None:
+        """Start the engine. Raises `BackendUnavailable` with the reason. `on_death` is told when the thread dies, on
+        it: what peers read may not come any further then."""
+        self._on_death = on_death
         self.agent = Agent()
         self._lock = threading.Lock()
         self._memory = NixlMemory(self.agent)
         self._read_owners: set[str] = set()
         self._busy = threading.Event()
         self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: SupervisedThread | None = None
 
     def endpoint(self, table: RegionTable) -> bytes:
         """Register the regions at once, and describe them and the agent."""
         with self._lock:
+            if self._thread is None and table.cuda_device is not None:
+                # What UCX knows of devices is what it saw when the agent was made; nobody has heard of this one yet.
+                self.agent.destroy()
+                self.agent = Agent(table.cuda_device)
+                self._memory = NixlMemory(self.agent)
             self._memory.add(table)
             self._memory.keep_only(table)
             blob = pack(self.agent.metadata(), table)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._drive, name="pdlink-nixl-serve", daemon=True)
-                self._thread.start()
+                thread = SupervisedThread(
+                    self._drive,
+                    "pdlink-nixl-serve",
+                    "backend nixl",
+                    on_death=self._on_death,
+                    was_asked=self._closing.is_set,
+                )
+                thread.start()
+                self._thread = thread
+            elif self._thread.death:
+                raise RegionError(f"backend nixl serves nothing any more: {self._thread.death.text}")
             return blob
 
     def keep_only(self, table: RegionTable) -> None:
@@ -64,7 +81,7 @@ class NixlServer:
     def close(self) -> None:
         self._closing.set()
         self._busy.set()
-        if self._thread and self._thread is not threading.current_thread():
+        if self._thread:
             self._thread.join(JOIN_TIMEOUT_S)
         with self._lock:
             self.agent.destroy()

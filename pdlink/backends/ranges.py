@@ -1,4 +1,6 @@
-"""Owns the check that what a pull touches lies inside registered memory. Every backend asks before a byte moves."""
+"""Owns the check that what a pull touches lies inside registered or mapped memory. Every backend asks before a byte
+moves.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,16 @@ def check_sources(move: GroupMove, spans: Int64Array, worker_id: str) -> None:
         raise RegionError(
             f"addresses {int(first[row]):#x}..{int(end[row]):#x} are in no region that {worker_id} has registered"
         )
+
+
+def pages_inside(base: Int64Array, stride: Int64Array, page_bytes: Int64Array, spans: Int64Array) -> tuple[int, int]:
+    """(first, past-the-last) page that lies in the span of its base in every layer; nothing lies in an empty range."""
+    if not len(base) or not len(spans):
+        return 0, 0
+    which = np.searchsorted(spans[:, 0], base, side="right") - 1
+    if bool(np.any(which < 0)) or bool(np.any(base >= spans[which, 1])):
+        return 0, 0
+    return 0, int(((spans[which, 1] - base - page_bytes) // np.maximum(stride, 1)).min()) + 1
 
 
 def first_outside(base: Int64Array, first: Int64Array, end: Int64Array, spans: Int64Array) -> int | None:

@@ -114,7 +114,9 @@ def choose(own: Mapping[str, Backend], worker_id: str, incarnation: int, offered
         log.info("pull from %s over %s%s", worker_id, name, f"; rejected {rejected}" if rejected else "")
         return Choice(backend, rejected)
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected.items())
-    raise BackendUnavailable(f"no common backend with {worker_id}: {reasons or 'none is open here'}")
+    raise BackendUnavailable(
+        f"no common backend with {worker_id}: {reasons or 'none is open here'}; set PDLINK_BACKENDS alike on both sides"
+    )
 
 
 def _call_built_in(name: str, settings: Settings | None) -> Backend:

@@ -31,6 +31,7 @@ SHM_DIR = "/dev/shm"
 PREFIX = "pdlink-"
 _NAME = re.compile(r"pdlink-[0-9]{1,10}-[0-9a-f]{16}")
 _CREATE_ATTEMPTS = 8
+_PROTECTION = {False: mmap.PROT_READ, True: mmap.PROT_READ | mmap.PROT_WRITE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Segment:
 
 
 class AttachedSegment:
-    """A read-only mapping of another process's segment. It stays readable after the owner closed it or died."""
+    """A mapping of another process's segment: read-only, unless it was adopted. It stays after the owner closed it or
+    died."""
 
     def __init__(self, name: str, nbytes: int, mapped: mmap.mmap) -> None:
         self.name = name
@@ -123,7 +125,7 @@ class AttachedSegment:
 
     @property
     def array(self) -> np.ndarray:
-        """uint8 [nbytes], read-only. Raises `StateError` once closed."""
+        """uint8 [nbytes], read-only unless adopted. Raises `StateError` once closed."""
         if self._map is None:
             raise StateError(f"shared-memory segment {self.name} is detached")
         return np.frombuffer(self._map, dtype=np.uint8)
@@ -132,6 +134,7 @@ class AttachedSegment:
         """Unmap; views that are still alive keep the memory mapped until they go."""
         mapped, self._map = self._map, None
         if mapped is not None:
+            _TABLE.remove(self)
             with contextlib.suppress(BufferError):
                 mapped.close()
 
@@ -142,10 +145,26 @@ def attach(name: str, nbytes: int) -> AttachedSegment:
     Raises `RegionError` for a name that is not a segment's, a file that cannot be opened, or another size; `PeerGone`
     when the file is not there any more, or its owner has died.
     """
+    return _attach(name, nbytes, is_writable=False)
+
+
+def adopt(name: str, nbytes: int) -> AttachedSegment:
+    """Map the segment `name` of another process of this user for writing too, and let `locate` find it: peers of this
+    process may then be told of it as if it were its own. Its owner alone ever removes it.
+
+    Raises as `attach` does, and `RegionError` for a segment of another user.
+    """
+    segment = _attach(name, nbytes, is_writable=True)
+    _TABLE.add(segment)
+    return segment
+
+
+def _attach(name: str, nbytes: int, *, is_writable: bool) -> AttachedSegment:
     if not _NAME.fullmatch(name):
         raise RegionError(f"{name!r} is not the name of a pdlink shared-memory segment ({PREFIX}<pid>-<random>)")
     try:
-        fd = os.open(f"{SHM_DIR}/{name}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        flags = os.O_RDWR if is_writable else os.O_RDONLY
+        fd = os.open(f"{SHM_DIR}/{name}", flags | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError as exc:
         raise PeerGone(f"shared-memory segment {name} is gone: its owner closed it, or runs on another host") from exc
     except OSError as exc:
@@ -160,13 +179,18 @@ def attach(name: str, nbytes: int) -> AttachedSegment:
             raise RegionError(f"shared-memory segment {name} has {facts.st_size} bytes, its owner said {nbytes}")
         if _lock_alone(fd):
             raise PeerGone(f"shared-memory segment {name} was left by an owner that has died")
-        return AttachedSegment(name, nbytes, mmap.mmap(fd, nbytes, prot=mmap.PROT_READ))
+        if is_writable and facts.st_uid != os.geteuid():
+            raise RegionError(
+                f"shared-memory segment {name} belongs to user {facts.st_uid} and this process runs as user "
+                f"{os.geteuid()}; run both as one user"
+            )
+        return AttachedSegment(name, nbytes, mmap.mmap(fd, nbytes, prot=_PROTECTION[is_writable]))
     finally:
         os.close(fd)
 
 
 def locate(address: int, nbytes: int) -> Location | None:
-    """The own, open segment that holds all of [address, address + nbytes), or None. Thread-safe."""
+    """The own or adopted, open segment that holds all of [address, address + nbytes), or None. Thread-safe."""
     return _TABLE.locate(address, nbytes)
 
 
@@ -261,9 +285,10 @@ class _Table:
     """The open segments of this process by address. Removes at exit what nobody closed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Held again by the thread that has it, when a signal's handler ends the process in the middle of a change.
+        self._lock = threading.RLock()
         self._starts: list[int] = []
-        self._segments: list[Segment] = []
+        self._segments: list[Segment | AttachedSegment] = []
         self._prepared = False
 
     def prepare(self) -> None:
@@ -276,13 +301,13 @@ class _Table:
         os.register_at_fork(after_in_child=self._forget_parent)
         sweep_stale()
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: Segment | AttachedSegment) -> None:
         with self._lock:
             at = bisect.bisect(self._starts, segment.address)
             self._starts.insert(at, segment.address)
             self._segments.insert(at, segment)
 
-    def remove(self, segment: Segment) -> None:
+    def remove(self, segment: Segment | AttachedSegment) -> None:
         with self._lock:
             if segment in self._segments:
                 at = self._segments.index(segment)
@@ -303,7 +328,7 @@ class _Table:
 
     def _forget_parent(self) -> None:
         """In a forked child: the segments are the parent's, and its lock may have been held at the fork."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._starts, self._segments = [], []
 
 

@@ -24,6 +24,11 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for a slot."""
+        return bool(self._waiters)
+
     def try_take(self) -> int | None:
         """A free slot that nobody waits for, or None."""
         with self._changed:

@@ -1,4 +1,5 @@
-"""Owns the staging memory of one role of a process: one block, registered with backends and cut into slots.
+"""Owns the staging memory of one role of a process, on the host or on one device: one block, registered with backends
+and cut into slots.
 
 What is packed into a slot and who reads it is decided by whoever takes it.
 """
@@ -9,10 +10,12 @@ import contextlib
 import logging
 import mmap
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 
 from pdlink.backends.base import Backend
+from pdlink.backends.copiers import open_copier
 from pdlink.backends.shm import Segment
 from pdlink.backends.slots import SlotPool
 from pdlink.config import Settings
@@ -35,21 +38,38 @@ class PrivateBlock:
             self._map.close()
 
 
+class Block(Protocol):
+    """Memory that lies still until `close`."""
+
+    address: int
+
+    def close(self) -> None: ...
+
+
 class Arena:
     """`num_slots` slots of `slot_bytes` bytes. `close` twice is fine, and comes after everything that uses a slot.
 
-    A `shared` one serves backends that gather too, which can only read shared memory; any other takes no memory before
-    it is used. Memory rule: a slot is written by whoever took it, or by a pull that it posted, until it is given back.
+    On the host, a `shared` one serves backends that gather too, which can only read shared memory; any other takes no
+    memory before it is used. Memory rule: a slot is written by whoever took it, or by a pull that it posted, until it
+    is given back.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, backends: Iterable[Backend], *, shared: bool) -> None:
-        """Raises `BackendUnavailable` when /dev/shm has not enough room for a shared one."""
-        host = [one for one in backends if MemoryKind.HOST in one.capabilities.memory]
-        self._backends = [one for one in host if shared or not one.capabilities.gathers]
-        nbytes = num_slots * slot_bytes
-        self.block = Segment.create(nbytes) if shared else PrivateBlock(nbytes)
+    def __init__(
+        self,
+        num_slots: int,
+        slot_bytes: int,
+        backends: Iterable[Backend],
+        *,
+        shared: bool,
+        memory: MemoryKind = MemoryKind.HOST,
+        device: int = 0,
+    ) -> None:
+        """Raises `BackendError` when there is not enough memory: /dev/shm for a shared one, or the device's."""
+        able = [one for one in backends if memory in one.capabilities.memory]
+        self._backends = [one for one in able if shared or not one.capabilities.gathers]
+        self.block = _allocate(num_slots * slot_bytes, shared, memory, device)
         names = tuple(sorted(one.name for one in self._backends))
-        self.area = StagingArea(self.block.address, slot_bytes, num_slots, names)
+        self.area = StagingArea(self.block.address, slot_bytes, num_slots, names, memory, device)
         self.slots = SlotPool(num_slots)
         try:
             for backend in self._backends:
@@ -65,19 +85,34 @@ class Arena:
         self.block.close()
 
 
-def open_arena(settings: Settings, backends: Mapping[str, Backend]) -> Arena | None:
-    """The arena that `settings` ask for; None where nothing would ever be staged.
+def open_arena(
+    settings: Settings, backends: Mapping[str, Backend], memory: MemoryKind = MemoryKind.HOST, device: int = 0
+) -> Arena | None:
+    """The arena that `settings` ask for, in memory of one kind and device; None where nothing would ever be staged.
 
     Where the way was not forced, an arena that cannot be had is done without, and that is logged.
     """
     forced = settings.way == "staged"
-    pays = settings.way == "auto" and not all(one.capabilities.gathers for one in backends.values())
+    able = [one for one in backends.values() if memory in one.capabilities.memory]
+    pays = settings.way == "auto" and not all(one.capabilities.gathers for one in able)
     if not settings.staging_slots or not (forced or pays):
         return None
+    slot_bytes = settings.staging_slot_bytes if memory is MemoryKind.HOST else settings.staging_device_slot_bytes
     try:
-        return Arena(settings.staging_slots, settings.staging_slot_bytes, backends.values(), shared=forced)
+        open_copier(memory, device).close()  # what packs has to work here too
+        return Arena(settings.staging_slots, slot_bytes, able, shared=forced, memory=memory, device=device)
     except BackendError as error:
         if forced:
             raise
-        log.warning("pages move without staging: %s (PDLINK_STAGING_SLOTS, PDLINK_STAGING_SLOT_BYTES)", error)
+        named = "PDLINK_STAGING_SLOT_BYTES" if memory is MemoryKind.HOST else "PDLINK_STAGING_DEVICE_SLOT_BYTES"
+        log.warning("pages move without staging: %s (PDLINK_STAGING_SLOTS, %s)", error, named)
         return None
+
+
+def _allocate(nbytes: int, shared: bool, memory: MemoryKind, device: int) -> Block:
+    if memory is MemoryKind.CUDA:
+        # Here, because a process without device memory has no use for it.
+        from pdlink.backends.cuda_driver import DeviceBlock
+
+        return DeviceBlock(nbytes, device)
+    return Segment.create(nbytes) if shared else PrivateBlock(nbytes)

@@ -7,7 +7,6 @@ JSON comes out. Page p of each layer holds the pattern of page position p.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,12 +17,15 @@ from pdlink.backends.base import Backend, Peer, PullStatus
 from pdlink.backends.ipc import IpcBackend
 from pdlink.layout import CacheLayout, MemoryKind, Region
 from pdlink.layout.components import index_k, latent
+from pdlink.testing.child import Child
+from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool, page_pattern
 from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.planner import PullPlanner, Source
 from tests.transfer.values import ints
 
 REPO = Path(__file__).parents[2]
+START_TIMEOUT_S = 120.0
 
 
 def make_layout(num_layers: int) -> CacheLayout:
@@ -87,36 +89,30 @@ def pull(backend: Backend, batch: PullBatch) -> PullStatus:
 class Owner:
     """The other process, as the tests see it."""
 
-    process: subprocess.Popen
+    process: Child
     peer: Peer
     regions: tuple[Region, ...]
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
 
 
 @contextmanager
 def running(transfer_id: str = "t", *, gap: int = 0, incarnation: int = 1, num_pages: int = 32) -> Iterator[Owner]:
     spec = {"num_layers": 3, "num_pages": num_pages, "gap": gap, "transfer_id": transfer_id}
-    command = [sys.executable, "-m", "tests.backends.owner", json.dumps(spec)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO) as process:
-        try:
-            told = json.loads(process.stdout.readline())
-            regions = tuple(Region(*one[:6], MemoryKind(one[6]), one[7]) for one in told["regions"])
-            yield Owner(process, Peer("w0", incarnation, told["endpoint"].encode()), regions)
-        finally:
-            process.stdin.close()
-            process.wait(10)
+    with Child("owner", "tests.backends.owner", [json.dumps(spec)], {"PYTHONPATH": str(REPO)}) as process:
+        told = process.hear(START_TIMEOUT_S)
+        regions = tuple(Region(*one[:6], MemoryKind(one[6]), one[7]) for one in told["regions"])
+        yield Owner(process, Peer("w0", incarnation, told["endpoint"].encode()), regions)
 
 
 def main(text: str) -> None:
-    spec = json.loads(text)
+    parent, spec = Parent(), json.loads(text)
     pool = make_pool(spec["num_layers"], spec["num_pages"], spec["gap"])
     pool.fill(spec["transfer_id"], {"kv": range(spec["num_pages"])})
     backend = serving(pool)
     told = {"endpoint": backend.endpoint().decode(), "regions": [astuple(one) for one in pool.regions]}
-    print(json.dumps(told), flush=True)
+    parent.say(told)
     sys.stdin.read()
     backend.close()
     pool.close()

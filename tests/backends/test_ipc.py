@@ -7,13 +7,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdlink.backends import ipc
+from pdlink.backends import ipc_host
 from pdlink.backends.base import PullStatus, Settled
 from pdlink.backends.ipc import IpcBackend
 from pdlink.errors import BackendError, PeerGone, RegionError
 from pdlink.transfer.descriptors import PullBatch
 from tests.backends.owner import find_wrong, make_batch, make_planner, make_pool, pull, running, serving
 from tests.transfer.values import ints
+
+pytestmark = pytest.mark.backend("ipc")
 
 NUM_PAGES = 32
 PAIRS = {
@@ -74,7 +76,7 @@ def test_any_pages_arrive_byte_for_byte(owner, pool, backend, data):
 
 @pytest.mark.parametrize("limit", [1, 100, 333, 4000])
 def test_a_poll_moves_no_more_than_its_share_whatever_the_length_of_a_run(owner, pool, backend, monkeypatch, limit):
-    monkeypatch.setattr(ipc, "BYTES_PER_POLL", limit)
+    monkeypatch.setattr(ipc_host, "BYTES_PER_POLL", limit)
     source, destination = PAIRS["contiguous"]
     batch = make_batch(make_planner(owner.regions, pool), source, destination)
     backend.connect(owner.peer)
@@ -92,7 +94,7 @@ def test_a_poll_moves_no_more_than_its_share_whatever_the_length_of_a_run(owner,
 
 def halfway(owner, pool, backend, monkeypatch):
     """A pull of all pages of which some, and not all, have landed."""
-    monkeypatch.setattr(ipc, "BYTES_PER_POLL", 1000)
+    monkeypatch.setattr(ipc_host, "BYTES_PER_POLL", 1000)
     backend.connect(owner.peer)
     handle = backend.submit(make_batch(make_planner(owner.regions, pool), *PAIRS["reversed"]))
     for _ in range(3):

@@ -4,10 +4,12 @@ import threading
 
 import pytest
 
-from pdlink.backends import ipc
+from pdlink.backends import ipc_host
 from pdlink.backends.base import Peer, PullStatus
 from pdlink.testing.pattern import PatternPool
 from tests.backends.owner import find_wrong, make_batch, make_layout, make_planner, make_pool, pull, serving
+
+pytestmark = pytest.mark.backend("ipc")
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def run_together(calls):
     gate, raised = threading.Barrier(len(calls)), []
 
     def run(call):
-        gate.wait(10)
+        gate.wait(60)
         try:
             call()
         except Exception as error:  # noqa: BLE001 - told to the test
@@ -45,7 +47,7 @@ def run_together(calls):
 
 
 def test_sixteen_threads_pull_from_sixteen_peers_at_once(monkeypatch):
-    monkeypatch.setattr(ipc, "BYTES_PER_POLL", 2000)
+    monkeypatch.setattr(ipc_host, "BYTES_PER_POLL", 2000)
     layout = make_layout(16)
     everything = {one.name: one.layers for one in layout.components}
     target = PatternPool(layout, everything, 32)

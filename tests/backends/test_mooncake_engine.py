@@ -3,7 +3,6 @@
 import os
 import socket
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from pdlink.backends.mooncake_engine import DONE, FAILED, PENDING, Engine, load
 from pdlink.backends.registry import open_backends
 from pdlink.errors import BackendError, BackendUnavailable, RegionError
 from pdlink.testing.conformance.pool import PrivateBlock
+from tests import processes
 from tests.backends.needs import needs_mooncake
 
 NAMES = ("MC_FORCE_TCP", "MC_FORCE_HCA", "MC_INTRANODE_NVLINK", "MC_LOG_LEVEL", "MC_USE_IPV6", "MC_TCP_LANES_PER_PEER")
@@ -96,7 +96,7 @@ except BackendUnavailable as error:
     devices = Path("/sys/class/infiniband")
     if devices.is_dir() and any(devices.iterdir()):
         pytest.skip("this machine has an RDMA device")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    done = processes.run([sys.executable, "-c", script])
     assert done.returncode == 0, done.stderr
     assert "mooncake does not start with protocol rdma on 127.0.0.1; the library's own lines" in done.stdout
     assert "No available RNIC" in done.stderr
@@ -130,12 +130,12 @@ def test_an_engine_reads_what_the_other_offers_and_nothing_else(engines, block):
     block.array[:100] = 7
     start = block.address
     theirs.offer([(start, start + 100)])
-    assert ended(ours, ours.read(theirs.session, start + 1000, start, 100)) == DONE
+    assert ended(ours, ours.read(theirs.session, [start + 1000], [start], [100])) == DONE
     assert block.array[1000:1100].tolist() == [7] * 100
-    assert ended(ours, ours.read(theirs.session, start + 1000, start, 101)) == FAILED
+    assert ended(ours, ours.read(theirs.session, [start + 1000], [start], [101])) == FAILED
     theirs.offer([(start + 50, start + 100)])
-    assert ended(ours, ours.read(theirs.session, start + 1000, start, 100)) == FAILED
-    assert ended(ours, ours.read(theirs.session, start + 1000, start + 50, 50)) == DONE
+    assert ended(ours, ours.read(theirs.session, [start + 1000], [start], [100])) == FAILED
+    assert ended(ours, ours.read(theirs.session, [start + 1000], [start + 50], [50])) == DONE
 
 
 @needs_mooncake
@@ -151,7 +151,7 @@ def test_a_session_where_nobody_listens_is_an_error(engines, block):
         free.bind(("127.0.0.1", 0))
         session = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(BackendError, match=f"cannot read from {session}; the library's own lines"):
-        engines[0].read(session, block.address, block.address, 8)
+        engines[0].read(session, [block.address], [block.address], [8])
 
 
 @needs_mooncake

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -17,7 +16,8 @@ from pdlink.backends.nixl_engine import translate
 from pdlink.backends.nixl_pieces import Indexed, pieces
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout import MemoryKind, Region
-from pdlink.transfer.descriptors import PullBatch
+from pdlink.transfer.descriptors import GroupMove, LayerTable, PageRuns, PullBatch
+from tests import processes
 from tests.transfer.values import Pair, make_layout
 
 
@@ -35,7 +35,8 @@ def test_an_endpoint_carries_metadata_and_regions():
     assert found.base.tolist() == [4096, 1 << 40]
     assert found.spans.tolist() == table.spans.tolist()
     assert found.first.tolist() == [0, 3]
-    assert found.memory is MemoryKind.HOST
+    assert found.kinds == (MemoryKind.HOST,)
+    assert found.cuda_device is None
 
 
 def test_an_endpoint_of_a_rank_without_regions_is_as_good():
@@ -44,9 +45,28 @@ def test_an_endpoint_of_a_rank_without_regions_is_as_good():
     assert found.spans.shape == (0, 2)
 
 
-def test_two_devices_in_one_table_are_refused():
-    with pytest.raises(RegionError, match="2 devices"):
-        RegionTable.of([region(), region(1 << 20, memory=MemoryKind.CUDA, device=1)])
+MIXED = [
+    region(4096, 3),
+    region(1 << 30, 4, memory=MemoryKind.CUDA, device=1),
+    region(1 << 31, 5),
+    region(1 << 32, 6, memory=MemoryKind.CUDA, device=2),
+]
+
+
+def test_memory_of_several_kinds_has_one_prepared_list_for_each():
+    _, found = unpack(pack(b"m", RegionTable.of(MIXED)), "w0")
+    assert set(found.kinds) == set(MemoryKind)
+    assert found.first.tolist() == [0, 0, 3, 4]  # counted within the list of its kind
+    assert [row[2:] for row in found.strided_rows(MemoryKind.HOST).tolist()] == [[0, 64, 3], [0, 64, 5]]
+    assert [row[2:] for row in found.strided_rows(MemoryKind.CUDA).tolist()] == [[1, 64, 4], [2, 64, 6]]
+    assert found.cuda_device == 1
+
+
+def test_an_endpoint_with_memory_of_an_unknown_kind_is_refused():
+    table = RegionTable.of(MIXED)
+    for kind in (-1, 2):
+        with pytest.raises(BackendUnavailable, match="unknown kind"):
+            unpack(pack(b"m", replace(table, kind=table.kind * 0 + kind)), "w0")
 
 
 def test_more_regions_than_an_endpoint_holds_are_refused():
@@ -63,7 +83,7 @@ GOOD = pack(b"metadata", RegionTable.of([region()]))
     "blob",
     [
         b"",
-        b"pdlink-nixl/2\n" + GOOD[14:],
+        b"pdlink-nixl/1\n" + GOOD[14:],
         GOOD[:-3],
         nixl_endpoint.MAGIC + nixl_endpoint.zlib.compress(b"\xff" * 20),
         nixl_endpoint.MAGIC + nixl_endpoint.zlib.compress(bytes(8 << 20)),
@@ -88,7 +108,7 @@ def test_no_endpoint_raises_anything_else(noise):
 def addresses(table, index):
     """(address, nbytes) of entries of a prepared list, as nixl counts them: region by region, page by page."""
     rows = []
-    for base, nbytes, _, stride, count in table.strided_rows().tolist():
+    for base, nbytes, _, stride, count in table.strided_rows(MemoryKind.HOST).tolist():
         rows += [(base + page * stride, nbytes) for page in range(count)]
     return [rows[one] for one in index]
 
@@ -139,6 +159,31 @@ def rows_of(batch):
     return rows
 
 
+@pytest.mark.parametrize("short", [0, 4], ids=["whole pages", "parts of pages"])
+def test_every_piece_stays_within_one_kind_of_memory_on_either_side(short):
+    own = RegionTable.of([*MIXED[:2], region(1 << 33, 8, memory=MemoryKind.CUDA, device=1)])
+    theirs = RegionTable.of(MIXED)
+    to = [4096, 1 << 30, 1 << 33]
+    at = [1 << 32, 1 << 30, 1 << 31]
+    table = LayerTable(*(np.array(one) for one in ([0, 1, 2], at, [64] * 3, to, [64] * 3, [64 - short] * 3)))
+    runs = PageRuns(np.array([0]), np.array([1]), np.array([2]))
+    if short:
+        runs = runs.split()
+    found = list(pieces(PullBatch("w0", (GroupMove("kv", runs, table),)), own, theirs))
+    kinds = [(one.own_memory.value, one.their_memory.value) for one in found]
+    assert sorted(kinds) == [("cuda", "cuda"), ("cuda", "host"), ("host", "cuda")]
+    by_kinds = dict(zip(kinds, found, strict=True))
+    if not short:
+        assert by_kinds["host", "cuda"].own.tolist() == [1, 2]
+        assert by_kinds["host", "cuda"].theirs.tolist() == [4, 5]  # after the four pages of device 1
+        assert by_kinds["cuda", "host"].own.tolist() == [5, 6]
+        assert by_kinds["cuda", "host"].theirs.tolist() == [3, 4]
+    else:
+        assert by_kinds["host", "cuda"].own.tolist() == [[4096 + 64, 60, 0], [4096 + 128, 60, 0]]
+        assert by_kinds["host", "cuda"].theirs.tolist() == [[1 << 32, 60, 2], [(1 << 32) + 64, 60, 2]]
+        assert by_kinds["cuda", "cuda"].own[:, 2].tolist() == [1, 1]
+
+
 # --- the library ----------------------------------------------------------------------------------
 
 
@@ -172,9 +217,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch):
 
 def run(code, **env):
     command = [sys.executable, "-c", code]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=50, env={**nixl_engine.os.environ, **env}
-    )
+    return processes.run(command, env={**nixl_engine.os.environ, **env})
 
 
 OPEN = "from pdlink.backends.registry import open_backends\nbackend = open_backends('nixl')['nixl']\n"
@@ -248,12 +291,8 @@ backend.close()
 def reached(host: str, **env: str) -> tuple[set[str], str | None]:
     """Where UCX listens in a process whose control sockets bind `host`, and the devices that it was given."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
-    ended = subprocess.run(
-        [sys.executable, "-c", REACHED, host],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**clean, "UCX_TLS": "tcp,self", **env},
+    ended = processes.run(
+        [sys.executable, "-c", REACHED, host], check=True, env={**clean, "UCX_TLS": "tcp,self", **env}
     )
     listening, devices = json.loads(ended.stdout)
     return set(listening), devices

@@ -202,7 +202,8 @@ def test_without_a_common_backend_every_reason_is_given():
     with pytest.raises(BackendUnavailable) as caught:
         choose(own, "w3", 17, {"broken": b"gone"})
     assert str(caught.value) == (
-        "no common backend with w3: fast: w3 does not offer it (it offers broken); broken: w3 hung up"
+        "no common backend with w3: fast: w3 does not offer it (it offers broken); broken: w3 hung up; "
+        "set PDLINK_BACKENDS alike on both sides"
     )
     with pytest.raises(BackendUnavailable, match="it offers none"):
         choose(own, "w3", 17, {})

@@ -8,7 +8,7 @@ import pytest
 
 from pdlink.backends.slots import SlotPool
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 
 
 def never() -> bool:
@@ -32,6 +32,22 @@ def test_a_slot_that_is_given_twice_is_a_bug_that_is_found() -> None:
     pool.give(0)
     with pytest.raises(AssertionError, match="given back twice"):
         pool.give(0)
+
+
+def test_slots_are_wanted_while_somebody_waits_for_one() -> None:
+    pool = SlotPool(1)
+    slot = pool.try_take()
+    assert slot is not None
+    assert not pool.is_wanted
+    seen: list[bool] = []
+
+    def look() -> bool:
+        seen.append(pool.is_wanted)
+        return True
+
+    assert pool.take(5.0, look) is None
+    assert seen == [True]
+    assert not pool.is_wanted
 
 
 def test_whoever_waits_first_is_served_first_and_nobody_passes_the_queue() -> None:
