@@ -1,10 +1,12 @@
 """Pure values: parallel ranks, components, layer plans, regions, reader sets, fingerprints. No I/O, no torch."""
 
 from pdlink.layout.components import CacheLayout, Component, Field, PageGroup
+from pdlink.layout.decode_plan import DecodePlace, DecodePlan, DecodeRank, DecodeSizes
 from pdlink.layout.fingerprint import Fingerprint, compare, fingerprint
 from pdlink.layout.layer_plan import LayerPlan, OwnedLayers, PlanKind, balanced_ranges, find_faults
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.layout.readers import WHOLE, Part, PartKind, ReaderSet
+from pdlink.layout.parts import WHOLE, Part, part_of
+from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import MemoryKind, Region, check_region
 
 __all__ = [
@@ -12,6 +14,10 @@ __all__ = [
     "Component",
     "Field",
     "PageGroup",
+    "DecodePlace",
+    "DecodePlan",
+    "DecodeRank",
+    "DecodeSizes",
     "Fingerprint",
     "compare",
     "fingerprint",
@@ -24,7 +30,7 @@ __all__ = [
     "RankCoordinates",
     "WHOLE",
     "Part",
-    "PartKind",
+    "part_of",
     "ReaderSet",
     "MemoryKind",
     "Region",

@@ -65,7 +65,8 @@ class Component:
     `layers` are global layer ids, strictly increasing; a component of the draft model has the prefix `draft.` and
     counts its layers from 0 in a namespace of its own. `page_size` is in tokens and `page_bytes` in bytes. `fields`
     lie inside the page and do not overlap; bytes that no field covers are padding and travel with the page.
-    `page_group` names the page list that addresses this component. Raises `LayoutError`.
+    `page_group` names the page list that addresses this component. `total_heads` is how many heads the model has, of
+    which a rank's pages hold as many as its fields say; 0 where nothing is split by heads. Raises `LayoutError`.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Component:
     layers: tuple[int, ...]
     fields: tuple[Field, ...]
     page_group: str = "kv"
+    total_heads: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or not self.page_group:
@@ -91,6 +93,7 @@ class Component:
         if not self.fields:
             raise LayoutError(f"component {self.name!r} has no fields")
         self._check_fields()
+        self._check_heads()
 
     def _check_fields(self) -> None:
         if len({field.name for field in self.fields}) != len(self.fields):
@@ -113,6 +116,31 @@ class Component:
         every = every[np.argsort(every[:, 0], kind="stable")]
         if bool(np.any(every[1:, 0] < every[:-1, 1])):
             raise LayoutError(f"fields of component {self.name!r} overlap inside the page")
+
+    def _check_heads(self) -> None:
+        if not self.total_heads:
+            return
+        counts = [field.num_heads for field in self.fields]
+        if len(set(counts)) > 1 or self.total_heads < counts[0]:
+            raise LayoutError(
+                f"component {self.name!r} has fields of {counts} heads; with total_heads={self.total_heads} all must "
+                "have the same number, at most that"
+            )
+
+    @property
+    def num_heads(self) -> int:
+        """Heads in a page: those of the field that has most."""
+        return max(field.num_heads for field in self.fields)
+
+    @property
+    def model_heads(self) -> int:
+        """Heads that the model has: those of a page where it does not say."""
+        return self.total_heads or self.num_heads
+
+    @property
+    def is_by_heads(self) -> bool:
+        """Whether it is made of heads, alike in all fields: then a side may hold some of them only."""
+        return self.model_heads > 1 and len({field.num_heads for field in self.fields}) == 1
 
     @property
     def is_draft(self) -> bool:
@@ -238,9 +266,17 @@ def index_k(
 
 
 def heads(
-    name: str, page_size: int, layers: Iterable[int], *, num_heads: int, head_bytes: int, dtype: str
+    name: str,
+    page_size: int,
+    layers: Iterable[int],
+    *,
+    num_heads: int,
+    head_bytes: int,
+    dtype: str,
+    total_heads: int = 0,
 ) -> Component:
-    """GQA or MHA `k` or `v`: tokens outermost, then heads."""
+    """GQA or MHA `k` or `v`: tokens outermost, then heads. `num_heads` are those of one rank, `total_heads` those of
+    the model, which tensor-parallel ranks must say."""
     row = num_heads * head_bytes
     fields = (Field(name, 0, head_bytes, row, num_heads, head_bytes if num_heads > 1 else 0),)
-    return Component(name, dtype, page_size, page_size * row, tuple(layers), fields)
+    return Component(name, dtype, page_size, page_size * row, tuple(layers), fields, total_heads=total_heads)

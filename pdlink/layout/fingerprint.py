@@ -19,6 +19,7 @@ _FIXES = {
     "layers": "serve the same model on both servers",
     "num_layers": "serve the same model on both servers",
     "fields": "use the same cache storage format on both servers",
+    "heads": "serve the same model on both servers, and give its components total_heads where tp splits their heads",
     "page_group": "use engines whose components share page lists alike",
 }
 _ABSENT = "absent"
@@ -60,6 +61,18 @@ def compare(prefill: Fingerprint, decode: Fingerprint) -> tuple[Mismatch, ...]:
 
 
 def _component_items(component: Component) -> list[tuple[str, str]]:
+    """Of a component by heads a side may hold some only, in an order of its own: what both must agree on is how many
+    there are and what one of them takes."""
+    if component.is_by_heads:
+        facts = {
+            "page_size": str(component.page_size),
+            "dtype": component.dtype,
+            "layers": ",".join(map(str, component.layers)),
+            "page_group": component.page_group,
+            "heads": str(component.model_heads),
+            "fields": "; ".join(sorted(f"{one.name}:{one.bytes_per_token}B" for one in component.fields)),
+        }
+        return [(f"{component.name}.{name}", value) for name, value in facts.items()]
     fields = "; ".join(
         f"{one.name}@{one.offset}:{one.bytes_per_token}B/{one.token_stride}x{one.num_heads}/{one.head_stride}"
         for one in sorted(component.fields, key=lambda one: (one.offset, one.name))

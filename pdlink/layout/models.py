@@ -83,12 +83,14 @@ def describe_layout(
     index_bytes: int = 0,
     kv_heads: int = 0,
     head_dims: int = 0,
+    total_heads: int = 0,
     dtype: str = "bfloat16",
 ) -> CacheLayout:
     """The layout of a model given by numbers, the same in every layer.
 
     Either `latent_bytes` a token, with `index_bytes` a token of indexer keys where there are any (the last 4 of them
-    the scale), or `kv_heads` heads of `head_dims` values on this rank. Raises `LayoutError` for anything else.
+    the scale), or `kv_heads` heads of `head_dims` values on this rank, of the model's `total_heads` (default: all of
+    them are here). Raises `LayoutError` for anything else.
     """
     if num_layers < 1:
         raise LayoutError(f"num_layers={num_layers} must be at least 1")
@@ -109,7 +111,16 @@ def describe_layout(
         return CacheLayout(
             num_layers,
             tuple(
-                heads(name, page_size, layers, num_heads=kv_heads, head_bytes=head, dtype=dtype) for name in ("k", "v")
+                heads(
+                    name,
+                    page_size,
+                    layers,
+                    num_heads=kv_heads,
+                    head_bytes=head,
+                    dtype=dtype,
+                    total_heads=total_heads or kv_heads,
+                )
+                for name in ("k", "v")
             ),
         )
     components = [latent(page_size, layers, bytes_per_token=latent_bytes, dtype=dtype)]

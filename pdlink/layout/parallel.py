@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from pdlink.errors import LayoutError
@@ -70,3 +71,23 @@ class RankCoordinates:
 
     def __str__(self) -> str:
         return ".".join(f"{axis}{getattr(self, axis)}" for axis in AXES)
+
+
+def read_sizes(text: str, axes: Sequence[str] = AXES) -> dict[str, int]:
+    """`pp2cp4` -> {"pp": 2, "cp": 4}: sizes as they are written, for axes in any order, each once at most.
+
+    Raises `LayoutError` for other text, an axis that is not one of `axes`, and a size below 1.
+    """
+    found: dict[str, int] = {}
+    if not re.fullmatch(r"([a-z]+[0-9]{1,9})+", text):
+        example = "".join(f"{axis}{size}" for axis, size in zip(axes[1:], (2, 4), strict=False))
+        raise LayoutError(f"{text!r} is no list of sizes; write each as axis and number, like {example}")
+    for axis, digits in re.findall(r"([a-z]+)([0-9]{1,9})", text):
+        if axis not in axes:
+            raise LayoutError(f"{text!r} has an axis {axis!r}; there are {', '.join(axes)}")
+        if axis in found:
+            raise LayoutError(f"{text!r} names {axis} twice")
+        if int(digits) < 1:
+            raise LayoutError(f"{text!r} has {axis}={int(digits)}, which must be at least 1")
+        found[axis] = int(digits)
+    return found

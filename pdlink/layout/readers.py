@@ -1,9 +1,8 @@
-"""Owns reader sets and parts: which decode ranks pull one transfer, and which slice of a page a source provides."""
+"""Owns reader sets: which decode ranks pull one transfer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from pdlink.errors import LayoutError
 
@@ -28,26 +27,3 @@ class ReaderSet:
     def agrees(self, other: ReaderSet) -> bool:
         """Whether both belong to one set (the index may differ)."""
         return (self.decode_instance, self.num_readers) == (other.decode_instance, other.num_readers)
-
-
-class PartKind(StrEnum):
-    WHOLE = "whole"
-    HEADS = "heads"
-    TOKEN_RESIDUE = "token_residue"
-    SUB_PAGE = "sub_page"
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A disjoint slice of a page: part `index` of `count` equal ones of its kind. The default is all of the page."""
-
-    kind: PartKind = PartKind.WHOLE
-    index: int = 0
-    count: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.index < self.count or (self.kind is PartKind.WHOLE and self.count != 1):
-            raise LayoutError(f"part {self.index} of {self.count} ({self.kind}) is not a slice of a page")
-
-
-WHOLE = Part()

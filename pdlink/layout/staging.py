@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdlink.errors import LayoutError
-from pdlink.layout.regions import Region
+from pdlink.layout.regions import MemoryKind, Region
 
 MAX_SLOTS = 1 << 16
 COMPONENT = "staging"
@@ -14,7 +14,8 @@ COMPONENT = "staging"
 
 @dataclass(frozen=True, slots=True)
 class StagingArea:
-    """`num_slots` slots of `slot_bytes` bytes each, one after the other from `base_address`, in host memory.
+    """`num_slots` slots of `slot_bytes` bytes each, one after the other from `base_address`, in memory of
+    one kind and device.
 
     `backends` names those that can move bytes into and out of it. Raises `LayoutError` for what cannot be memory.
     """
@@ -23,6 +24,8 @@ class StagingArea:
     slot_bytes: int
     num_slots: int
     backends: tuple[str, ...] = ()
+    memory: MemoryKind = MemoryKind.HOST
+    device: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_slots <= MAX_SLOTS or self.slot_bytes < 1:
@@ -34,7 +37,8 @@ class StagingArea:
 
     def region(self) -> Region:
         """The area as backends see it: every slot is a page."""
-        return Region(COMPONENT, 0, self.base_address, self.slot_bytes, self.slot_bytes, self.num_slots)
+        shape = (self.base_address, self.slot_bytes, self.slot_bytes, self.num_slots)
+        return Region(COMPONENT, 0, *shape, self.memory, self.device)
 
     def address(self, slot: int) -> int:
         return self.base_address + slot * self.slot_bytes

@@ -8,7 +8,8 @@ number at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PageRuns:
     """Page pairs as runs that are consecutive on both sides: three int64 arrays of one length.
 
@@ -32,7 +33,7 @@ class PageRuns:
     def num_runs(self) -> int:
         return len(self.count)
 
-    @property
+    @cached_property
     def num_pages(self) -> int:
         return int(self.count.sum())
 
@@ -49,11 +50,12 @@ class PageRuns:
         return PageRuns(self.source_pages(), self.destination_pages(), np.ones(self.num_pages, dtype=np.int64))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class LayerTable:
     """Where pages lie, per (component, layer): int64 columns of one length. Bases are addresses, strides bytes.
 
-    `rows` are the cell rows of the planner (component and layer), used by coverage and by the check.
+    `rows` are the cell rows of the planner (component and layer), used by coverage and by the check. Requests share
+    tables, which thus remember what they come to.
     """
 
     rows: Int64Array
@@ -67,7 +69,7 @@ class LayerTable:
     def num_layers(self) -> int:
         return len(self.rows)
 
-    @property
+    @cached_property
     def dense(self) -> npt.NDArray[np.bool_]:
         """bool [num_layers]: whether a run of pages is one range on both sides."""
         dense: npt.NDArray[np.bool_] = (self.source_stride == self.page_bytes) & (
@@ -75,16 +77,42 @@ class LayerTable:
         )
         return dense
 
+    @cached_property
+    def num_dense(self) -> int:
+        return int(self.dense.sum())
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Of one page in every layer."""
+        return int(self.page_bytes.sum())
+
     def take(self, positions: Int64Array) -> LayerTable:
         """The table's rows at `positions`, in that order."""
-        return LayerTable(*(getattr(self, name)[positions] for name in self.__slots__))
+        return LayerTable(*(getattr(self, one.name)[positions] for one in fields(self)))
+
+    def slice(self, first: int, stop: int) -> LayerTable:
+        """Its rows [first, stop), as far as there are any."""
+        if first <= 0 and stop >= self.num_layers:
+            return self
+        return self.take(np.arange(first, min(stop, self.num_layers), dtype=np.int64))
+
+    def of_kind(self, dense: bool) -> LayerTable:
+        """Its rows that are dense, or those that are not."""
+        if self.num_dense in (0, self.num_layers):
+            return self if (self.num_dense > 0) == dense else self.take(np.zeros(0, dtype=np.int64))
+        return self.take(np.flatnonzero(self.dense == dense))
+
+    def reversed(self) -> LayerTable:
+        """The way back: from the destinations to the sources."""
+        ways = (self.destination_base, self.destination_stride, self.source_base, self.source_stride)
+        return LayerTable(self.rows, *ways, self.page_bytes)
 
     def rebased(self, source_base: Int64Array) -> LayerTable:
         """The same table with other source addresses, for a backend that maps the owner's memory elsewhere."""
         return replace(self, source_base=source_base)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GroupMove:
     """One page group's share of a batch: the same page pairs in every layer of the table."""
 
@@ -92,14 +120,14 @@ class GroupMove:
     runs: PageRuns
     layers: LayerTable
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
-        return self.runs.num_pages * int(self.layers.page_bytes.sum())
+        return self.runs.num_pages * self.layers.row_bytes
 
-    @property
+    @cached_property
     def num_descriptors(self) -> int:
         """Rows that `expand` would build."""
-        num_dense = int(self.layers.dense.sum())
+        num_dense = self.layers.num_dense
         return num_dense * self.runs.num_runs + (self.layers.num_layers - num_dense) * self.runs.num_pages
 
 
@@ -115,18 +143,18 @@ class Descriptors:
         return len(self.nbytes)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PullBatch:
     """Everything to pull from one owner at once."""
 
     worker_id: str
     moves: tuple[GroupMove, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(move.nbytes for move in self.moves)
 
-    @property
+    @cached_property
     def num_descriptors(self) -> int:
         return sum(move.num_descriptors for move in self.moves)
 
@@ -153,15 +181,17 @@ def pair_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageR
 
 
 def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
-    """first[i], first[i] + 1, ... count[i] of them, for each i."""
+    """first[i], first[i] + 1, ... count[i] of them, for each i. Not to be written to."""
     total = int(count.sum())
+    if total == len(first) and bool(np.all(count == 1)):  # scattered pages, each a run of its own
+        return first
     before = np.repeat(np.cumsum(count) - count, count)
     return np.repeat(first, count) + np.arange(total, dtype=np.int64) - before
 
 
 def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:
     for dense in (True, False):
-        chosen = move.layers.take(np.flatnonzero(move.layers.dense == dense))
+        chosen = move.layers.of_kind(dense)
         if not chosen.num_layers:
             continue
         pages = move.runs if dense else move.runs.split()
@@ -172,7 +202,7 @@ def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:
                 continue
             num_layers = max(1, max_rows // len(count))
             for first in range(0, chosen.num_layers, num_layers):
-                part = chosen.take(np.arange(first, min(first + num_layers, chosen.num_layers), dtype=np.int64))
+                part = chosen.slice(first, first + num_layers)
                 yield Descriptors(
                     (part.source_base[:, None] + source[None, :] * part.source_stride[:, None]).reshape(-1),
                     (part.destination_base[:, None] + destination[None, :] * part.destination_stride[:, None]).reshape(

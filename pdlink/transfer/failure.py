@@ -24,14 +24,16 @@ class FailureReason(StrEnum):
     PROTOCOL = "protocol"
     LIMIT = "limit"
     INTERNAL = "internal"
+    DENIED = "denied"
+    """Credentials that are refused or may not be sent: the same request never succeeds as things are set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
     """One cause: a reason to count by, a sentence, the rank it concerns, the stage, and what to do.
 
-    `worker_id` is the prefill rank, `stage` the state in which it happened. `mismatches` carries both values of every
-    field of an incompatible pair.
+    `worker_id` is the prefill rank, or on prefill the decode instance that ended it; `stage` the state in which it
+    happened. `mismatches` carries both values of every field of an incompatible pair.
     """
 
     reason: FailureReason

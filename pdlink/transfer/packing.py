@@ -6,13 +6,19 @@ its pages, so that both sides know where everything lies from the rows, their pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pdlink.errors import PlanError
+from pdlink.layout.parts import Part
 from pdlink.layout.staging import COMPONENT, StagingArea
 from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PageRuns, PullBatch, pair_pages
+from pdlink.transfer.kept import Kept
+
+MAX_SLOTS = 64
+"""Slots of which a table remembers where its rows lie in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +46,76 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageTable:
-    """Where pages of some rows lie on one side: int64 columns of one length; bases are addresses, the rest bytes."""
+    """Where pages of some rows lie on one side: int64 columns of one length; bases are addresses, the rest bytes.
+
+    Row i is the runs [starts[i], starts[i + 1]) of the columns, which lie one after another in a packed page; without
+    `starts` every row is one run.
+    """
 
     base: Int64Array
     stride: Int64Array
     page_bytes: Int64Array
+    starts: Int64Array | None = None
+    _layers: Kept[tuple[bool, int, int], LayerTable] = field(default_factory=lambda: Kept(MAX_SLOTS), init=False)
 
-    def take(self, rows: slice) -> PageTable:
-        return PageTable(self.base[rows], self.stride[rows], self.page_bytes[rows])
+    @property
+    def row_bytes(self) -> Int64Array:
+        """int64 [rows]: of one packed page."""
+        if self.starts is None:
+            return self.page_bytes
+        summed = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.page_bytes)])
+        row_bytes: Int64Array = summed[self.starts[1:]] - summed[self.starts[:-1]]
+        return row_bytes
 
-    def slot(self, num_pages: int, address: int) -> PageTable:
-        """The same rows packed into a slot at `address`, `num_pages` pages of each."""
-        nbytes = self.page_bytes * num_pages
-        return PageTable(address + np.cumsum(nbytes) - nbytes, self.page_bytes, self.page_bytes)
+    def take(self, rows: slice | Int64Array) -> PageTable:
+        """These rows, in this order."""
+        if self.starts is None:
+            return PageTable(self.base[rows], self.stride[rows], self.page_bytes[rows])
+        chosen = np.arange(len(self.starts) - 1, dtype=np.int64)[rows]
+        runs, starts = runs_of(self.starts, chosen)
+        return PageTable(self.base[runs], self.stride[runs], self.page_bytes[runs], starts)
+
+    def into_slot(self, num_pages: int, address: int) -> LayerTable:
+        """From the pages into a slot at `address`, `num_pages` of each row.
+
+        Again for the same slot it is the same object, so that copiers know what they have made of it.
+        """
+        return self._layers.of((True, num_pages, address), lambda: self._into_slot(num_pages, address))
+
+    def out_of_slot(self, num_pages: int, address: int) -> LayerTable:
+        """The way back."""
+        return self._layers.of((False, num_pages, address), lambda: self._into_slot(num_pages, address).reversed())
+
+    def _into_slot(self, num_pages: int, address: int) -> LayerTable:
+        row_bytes = self.row_bytes
+        nbytes, rows = row_bytes * num_pages, np.arange(len(row_bytes), dtype=np.int64)
+        packed = address + np.cumsum(nbytes) - nbytes
+        if self.starts is not None:
+            rows = np.repeat(rows, np.diff(self.starts))
+            before = np.cumsum(self.page_bytes) - self.page_bytes  # within the packed page, from the row's first run on
+            packed, row_bytes = packed[rows] + before - before[self.starts[rows]], row_bytes[rows]
+        return LayerTable(rows, self.base, self.stride, packed, row_bytes, self.page_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Landing:
+    """How packed pages of the rows of a pull become pages here, where they are no whole pages.
+
+    `tables` has one for each page of the other side that a page here is made of, by turn. `parts` is what a packer must
+    know to pack them: what this side holds of each component that is not packed as whole pages.
+    """
+
+    tables: tuple[PageTable, ...]
+    parts: Mapping[str, Part]
+
+
+def runs_of(starts: Int64Array, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Row i is runs [starts[i], starts[i + 1]): the runs of `rows` in their order, and the starts of these."""
+    count = starts[rows + 1] - starts[rows]
+    ends = np.cumsum(count)
+    begins = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    runs = np.repeat(starts[rows] - begins[:-1], count) + np.arange(int(begins[-1]), dtype=np.int64)
+    return runs, begins
 
 
 def cut(page_bytes: Int64Array, num_pages: int, piece_bytes: int) -> list[Piece]:
@@ -82,37 +145,47 @@ def cut(page_bytes: Int64Array, num_pages: int, piece_bytes: int) -> list[Piece]
     return pieces
 
 
-def pack(pages: Int64Array, table: PageTable, slot_address: int) -> PullBatch:
-    """The copies that gather `pages` (int64 [n]) of the table's rows into a slot."""
-    return _moves(pages, np.arange(len(pages), dtype=np.int64), table, table.slot(len(pages), slot_address))
+def pack_runs(pages: Int64Array) -> PageRuns:
+    """The page pairs of a pack of `pages` (int64 [n]), whatever the rows."""
+    return pair_pages(pages, np.arange(len(pages), dtype=np.int64))
 
 
-def unpack(pages: Int64Array, table: PageTable, slot_address: int) -> PullBatch:
-    """The copies that scatter a slot to `pages` (int64 [n]) of the table's rows."""
-    return _moves(np.arange(len(pages), dtype=np.int64), pages, table.slot(len(pages), slot_address), table)
+def unpack_runs(pages: Int64Array, first_page: int = 0, num_turns: int = 1) -> list[PageRuns]:
+    """By turn, the page pairs of an unpack to `pages` (int64 [n]), which are those of page positions from `first_page`
+    on, whatever the rows."""
+    if num_turns == 1:
+        return [pair_pages(np.arange(len(pages), dtype=np.int64), pages)]
+    return [pair_pages(mine, pages[mine]) for mine in split_turns(first_page, len(pages), num_turns)]
+
+
+def pack(runs: PageRuns, table: PageTable, slot_address: int) -> PullBatch:
+    """The copies that gather pages of the table's rows into a slot; `runs` as `pack_runs` makes them."""
+    return PullBatch("", (GroupMove(COMPONENT, runs, table.into_slot(runs.num_pages, slot_address)),))
+
+
+def unpack(runs: Sequence[PageRuns], tables: Sequence[PageTable], slot_address: int) -> PullBatch:
+    """The copies that scatter a slot to pages of the tables' rows; `runs` as `unpack_runs` makes them, and a table for
+    each turn."""
+    num_pages = sum(one.num_pages for one in runs)
+    moves = (
+        GroupMove(COMPONENT, one, table.out_of_slot(num_pages, slot_address))
+        for one, table in zip(runs, tables, strict=True)
+        if one.num_pages
+    )
+    return PullBatch("", tuple(moves))
+
+
+def split_turns(first_page: int, num_pages: int, num_turns: int) -> list[Int64Array]:
+    """By turn, which of page positions [first_page, first_page + num_pages) have it, counted from the first."""
+    return [
+        np.arange((turn - first_page) % num_turns, num_pages, num_turns, dtype=np.int64) for turn in range(num_turns)
+    ]
 
 
 def one_range(
     worker_id: str, source: StagingArea, source_slot: int, destination: StagingArea, slot: int, nbytes: int
 ) -> PullBatch:
     """The pull of the first `nbytes` bytes of an owner's slot into an own one."""
-
-    def column(value: int) -> Int64Array:
-        return np.array([value], dtype=np.int64)
-
-    layers = LayerTable(
-        column(0),
-        column(source.base_address),
-        column(source.slot_bytes),
-        column(destination.base_address),
-        column(destination.slot_bytes),
-        column(nbytes),
-    )
-    runs = PageRuns(column(source_slot), column(slot), column(1))
-    return PullBatch(worker_id, (GroupMove(COMPONENT, runs, layers),))
-
-
-def _moves(source: Int64Array, destination: Int64Array, of: PageTable, to: PageTable) -> PullBatch:
-    rows = np.arange(len(of.base), dtype=np.int64)
-    layers = LayerTable(rows, of.base, of.stride, to.base, to.stride, of.page_bytes)
-    return PullBatch("", (GroupMove(COMPONENT, pair_pages(source, destination), layers),))
+    figures = (0, source.base_address, source.slot_bytes, destination.base_address, destination.slot_bytes, nbytes)
+    columns = np.array((*figures, source_slot, slot, 1), dtype=np.int64).reshape(-1, 1)
+    return PullBatch(worker_id, (GroupMove(COMPONENT, PageRuns(*columns[6:]), LayerTable(*columns[:6])),))

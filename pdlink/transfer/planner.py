@@ -7,53 +7,44 @@ page position of the request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from pdlink.errors import PlanError
 from pdlink.layout.components import CacheLayout
+from pdlink.layout.parts import Part
 from pdlink.layout.regions import Region
-from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PullBatch, pair_pages
+from pdlink.transfer.descriptors import GroupMove, Int64Array, PullBatch, pair_pages
+from pdlink.transfer.group_plan import Cutter, GroupPlan, build_group, check_range
+from pdlink.transfer.packing import split_turns
+from pdlink.transfer.routes import Holder, find_routes
 
 
 @dataclass(frozen=True)
 class Source:
-    """One prefill rank as the planner sees it: its name and the regions it owns, none for a rank that owns nothing."""
+    """One prefill rank as the planner sees it: its name and the regions it owns, none for a rank that owns nothing.
+
+    `parts` is what its pages hold of each component: all of it where not named.
+    """
 
     worker_id: str
     regions: tuple[Region, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class GroupPlan:
-    """One page group: its rows, who serves each, and the addresses on both sides.
-
-    `owner[i]` indexes the planner's sources; `source_pages[i]` and `destination_pages[i]` are the page counts of the
-    two regions of row i.
-    """
-
-    name: str
-    cells: tuple[tuple[str, int], ...]
-    owner: Int64Array
-    table: LayerTable
-    source_pages: Int64Array
-    destination_pages: Int64Array
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.cells)
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 class PullPlanner:
     """Plans pulls from `sources` into `destination` for every layer of every component that both sides name.
 
-    `wanted` narrows the components and layers (default: all that `layout` has, draft components only when
-    `destination` has regions for them). A row that several sources own is given to one of them, spread evenly.
-    Raises `PlanError` when a wanted row has no source or no destination, or page bytes differ, or two sources share a
-    name, and `LayoutError` for a wanted component that the layout lacks. Immutable; safe to share between threads.
+    `wanted` narrows the components and layers (default: those that are `owned` here, or else all that `layout` has, of
+    draft components only what both sides have regions for). `layout` describes pages here and `source_layout` those of
+    the sources (the same where not given); `parts` is what pages here hold of each component: all of it where not
+    named. What several sources hold is given to one of them, spread evenly by bytes; `turn` (a reader's index) decides
+    ties.
+    Raises `PlanError` when a wanted row has no source or no destination, or its pages cannot be converted, or two
+    sources share a name, and `LayoutError` for a wanted component that the layout lacks. Immutable; safe to share
+    between threads.
     """
 
     def __init__(
@@ -62,6 +53,11 @@ class PullPlanner:
         sources: Sequence[Source],
         destination: Sequence[Region],
         wanted: Mapping[str, Sequence[int]] | None = None,
+        *,
+        source_layout: CacheLayout | None = None,
+        owned: Mapping[str, Sequence[int]] | None = None,
+        parts: Mapping[str, Part] | None = None,
+        turn: int = 0,
     ) -> None:
         self.layout = layout
         self.worker_ids = tuple(source.worker_id for source in sources)
@@ -69,18 +65,21 @@ class PullPlanner:
         if len(self._index) != len(self.worker_ids):
             raise PlanError(f"two prefill ranks share a name: {', '.join(self.worker_ids)}")
         targets = {(region.component, region.layer): region for region in destination}
-        held: dict[tuple[str, int], list[tuple[int, Region]]] = {}
-        for number, source in enumerate(sources):
-            for region in source.regions:
-                held.setdefault((region.component, region.layer), []).append((number, region))
-        self._held = {cell: frozenset(number for number, _ in owners) for cell, owners in held.items()}
-        chosen = _wanted(layout, wanted, targets, held)
+        self._held = [{(region.component, region.layer): region for region in source.regions} for source in sources]
+        chosen = _wanted(layout, wanted, owned, targets, {cell for held in self._held for cell in held})
+        holders = [Holder(one.worker_id, _owned(one), one.parts) for one in sources]
+        routes = find_routes(source_layout or layout, holders, layout, chosen, parts, turn)
         self.groups: dict[str, GroupPlan] = {}
         for group in layout.page_groups:
-            cells = tuple((name, layer) for name in group.components for layer in chosen.get(name, ()))
-            if cells:
-                self.groups[group.name] = _group_plan(group.name, cells, held, targets)
-        self._row_of = {cell: (plan.name, row) for plan in self.groups.values() for row, cell in enumerate(plan.cells)}
+            mine = [one for one in routes if one.component in group.components]
+            if mine:
+                cutter = Cutter(source_layout or layout, layout, parts or {})
+                self.groups[group.name] = build_group(group.name, mine, self._held, targets, cutter)
+        self._rows_of: dict[tuple[int, str, int], tuple[str, int]] = {
+            (int(plan.owner[row]), *cell): (plan.name, row)
+            for plan in self.groups.values()
+            for row, cell in enumerate(plan.cells)
+        }
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -107,17 +106,38 @@ class PullPlanner:
         rows = []
         for name, ids in layers.items():
             for layer in ids:
-                if number not in self._held.get((name, layer), ()):
+                if (name, layer) not in self._held[number]:
                     raise PlanError(f"{worker_id} published {name!r} layer {layer}, which it does not own")
-                where = self._row_of.get((name, layer))
-                if where and where[0] == group and plan.owner[where[1]] == number:
+                where = self._rows_of.get((number, name, layer))
+                if where and where[0] == group:
                     rows.append(where[1])
         return np.array(sorted(set(rows)), dtype=np.int64)
 
+    def pulls_all_of(self, worker_id: str) -> bool:
+        """Whether every layer that a rank has is wanted of it, and as whole pages."""
+        number = self.number(worker_id)
+        found = [self._rows_of.get((number, *cell)) for cell in self._held[number]]
+        return all(one is not None and self.groups[one[0]].parts[one[1]] is None for one in found)
+
+    @property
+    def converts(self) -> tuple[str, ...]:
+        """Components of which pages do not go whole."""
+        named = (
+            cell[0] for plan in self.groups.values() for cell, part in zip(plan.cells, plan.parts, strict=True) if part
+        )
+        return tuple(dict.fromkeys(named))
+
     def pull(
-        self, worker_id: str, group: str, rows: Int64Array, source_pages: Int64Array, destination_pages: Int64Array
+        self,
+        worker_id: str,
+        group: str,
+        rows: Int64Array,
+        source_pages: Int64Array,
+        destination_pages: Int64Array,
+        first_page: int = 0,
     ) -> PullBatch:
-        """A batch that moves page pairs (int64 [n] each) of `rows` from `worker_id`.
+        """A batch that moves page pairs (int64 [n] each) of `rows` from `worker_id`, at page positions from
+        `first_page` on.
 
         Raises `PlanError` when a row is not served by the worker, or a page lies outside a region.
         """
@@ -130,11 +150,18 @@ class PullPlanner:
             raise PlanError(f"{worker_id} does not serve all of the {len(rows)} rows asked of it")
         if not len(rows) or not len(source_pages):
             return PullBatch(worker_id, ())
-        _check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
-        _check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
-        return PullBatch(
-            worker_id, (GroupMove(group, pair_pages(source_pages, destination_pages), plan.table.take(rows)),)
+        check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
+        check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
+        if plan.num_turns == 1:
+            runs = pair_pages(source_pages, destination_pages)
+            return PullBatch(worker_id, (GroupMove(group, runs, plan.layers(rows)),))
+        turns = split_turns(first_page, len(source_pages), plan.num_turns)
+        moves = (
+            GroupMove(group, pair_pages(source_pages[mine], destination_pages[mine]), plan.layers(rows, turn))
+            for turn, mine in enumerate(turns)
+            if len(mine)
         )
+        return PullBatch(worker_id, tuple(moves))
 
     def number(self, worker_id: str) -> int:
         """The index of a rank in `worker_ids`. Raises `PlanError` for a stranger."""
@@ -144,151 +171,28 @@ class PullPlanner:
             raise PlanError(f"{worker_id} is not a rank of this prefill instance") from None
 
 
-def check_batches(
-    planner: PullPlanner, batches: Sequence[PullBatch], destination_pages: Mapping[str, Int64Array]
-) -> None:
-    """Raise `PlanError` unless `batches` write every asked cell exactly once, from a rank that owns it.
-
-    `destination_pages` are the pages asked for per group, int64 and without repeats. The error names the first cell
-    without a source or with several, or the first row whose source, addresses or pages are not those of its regions.
-    """
-    for batch in batches:
-        for move in batch.moves:
-            if move.group not in planner.groups:
-                raise PlanError(f"{batch.worker_id} is asked for page group {move.group!r}, of which nothing is wanted")
-    for name, plan in planner.groups.items():
-        pages = destination_pages.get(name, np.zeros(0, dtype=np.int64))
-        ordered = np.sort(pages)
-        if bool(np.any(np.diff(ordered) == 0)):
-            raise PlanError(f"page group {name!r} asks for a destination page twice")
-        # A move of every asked page counts by row. Only other moves are counted by cell: a matrix of rows x pages.
-        whole = np.zeros(plan.num_rows, dtype=np.int64)
-        partial: list[tuple[Int64Array, npt.NDArray[np.uint8]]] = []
-        for batch in batches:
-            for move in batch.moves:
-                if move.group == name and len(move.layers.rows):
-                    _check_rows(planner, plan, batch.worker_id, move)
-                    written = np.sort(move.runs.destination_pages())
-                    if np.array_equal(written, ordered):
-                        whole[move.layers.rows] += 1
-                    else:
-                        partial.append((move.layers.rows, _page_counts(written, ordered, name)))
-        if not partial and bool(np.all(whole == 1)):
-            continue
-        # Counts stop at 2, so that no number of repeats can wrap around to 1.
-        times = np.repeat(np.minimum(whole, 2).astype(np.uint8)[:, None], len(pages), axis=1)
-        for rows, counts in partial:
-            times[rows] = np.minimum(times[rows] + counts, 2)
-        if bool(np.any(times != 1)):
-            row, column = (int(one) for one in np.argwhere(times != 1)[0])
-            how = "no source" if times[row, column] == 0 else "more than one source"
-            raise PlanError(f"{_named(plan, row)}, destination page {int(ordered[column])} has {how}")
-
-
-def _check_rows(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: GroupMove) -> None:
-    """Every row of the move is served by the worker, once, at the addresses and within the pages of its regions."""
-    rows, table = move.layers.rows, plan.table
-    if int(rows.min()) < 0 or int(rows.max()) >= plan.num_rows:
-        raise PlanError(f"rows {int(rows.min())}..{int(rows.max())} are outside the {plan.num_rows} of {plan.name!r}")
-    repeated = np.bincount(rows)
-    if int(repeated.max()) > 1:
-        raise PlanError(f"{_named(plan, int(repeated.argmax()))} is planned twice in one batch of {worker_id}")
-    mine = plan.owner[rows] == planner.number(worker_id)
-    if not bool(np.all(mine)):
-        row = int(rows[int(np.argmin(mine))])
-        serves = planner.worker_ids[int(plan.owner[row])]
-        raise PlanError(f"{_named(plan, row)} is asked of {worker_id}, but {serves} serves it")
-    for name in ("source_base", "source_stride", "destination_base", "destination_stride", "page_bytes"):
-        found, right = getattr(move.layers, name), getattr(table, name)[rows]
-        if not np.array_equal(found, right):
-            at = int(np.argmin(found == right))
-            raise PlanError(
-                f"{_named(plan, int(rows[at]))} is planned with {name}={int(found[at]):#x}, its region has "
-                f"{int(right[at]):#x}"
-            )
-    if move.runs.num_runs:
-        _check_range("source", move.runs.source, plan.source_pages[rows], plan, rows, worker_id)
-        last = move.runs.source + move.runs.count - 1
-        _check_range("source", last, plan.source_pages[rows], plan, rows, worker_id)
-        last = move.runs.destination + move.runs.count - 1
-        _check_range("destination", last, plan.destination_pages[rows], plan, rows, "this side")
-
-
-def _page_counts(written: Int64Array, ordered: Int64Array, group: str) -> npt.NDArray[np.uint8]:
-    """uint8 [len(ordered)]: how often `written` (increasing) has each asked page, 2 standing for more."""
-    where = np.searchsorted(ordered, written)
-    strange = where >= len(ordered)
-    strange[~strange] = ordered[where[~strange]] != written[~strange]
-    if bool(np.any(strange)):
-        raise PlanError(f"page group {group!r}: destination page {int(written[strange][0])} was not asked for")
-    return np.minimum(np.bincount(where, minlength=len(ordered)), 2).astype(np.uint8)
-
-
-def _named(plan: GroupPlan, row: int) -> str:
-    component, layer = plan.cells[row]
-    return f"{component!r} layer {layer}"
-
-
 def _wanted(
     layout: CacheLayout,
     wanted: Mapping[str, Sequence[int]] | None,
+    owned: Mapping[str, Sequence[int]] | None,
     targets: Mapping[tuple[str, int], Region],
-    held: Mapping[tuple[str, int], object],
+    held: Collection[tuple[str, int]],
 ) -> dict[str, tuple[int, ...]]:
     """Component -> layers to pull. Draft layers are optional on either side unless they are asked for by name."""
     if wanted is not None:
         return {layout.component(name).name: tuple(sorted(set(layers))) for name, layers in wanted.items()}
     chosen = {}
     for one in layout.components:
-        layers = one.layers
-        if one.is_draft:
-            layers = tuple(layer for layer in layers if (one.name, layer) in targets and (one.name, layer) in held)
+        layers = one.layers if owned is None else tuple(sorted(owned.get(one.name, ())))
+        if one.is_draft:  # all of it or nothing: a draft of which some layers are old is worse than none
+            layers = tuple(layer for layer in layers if (one.name, layer) in targets)
+            layers = layers if any((one.name, layer) in held for layer in layers) else ()
         chosen[one.name] = layers
-    return chosen
+    return {name: layers for name, layers in chosen.items() if layers}
 
 
-def _group_plan(
-    name: str,
-    cells: tuple[tuple[str, int], ...],
-    held: Mapping[tuple[str, int], list[tuple[int, Region]]],
-    targets: Mapping[tuple[str, int], Region],
-) -> GroupPlan:
-    owner, columns, source_pages, destination_pages = [], [], [], []
-    for row, cell in enumerate(cells):
-        component, layer = cell
-        if cell not in held:
-            raise PlanError(f"{component!r} layer {layer} has no owner on the prefill side")
-        if cell not in targets:
-            raise PlanError(f"{component!r} layer {layer} has no region on the decode side")
-        number, source = held[cell][row % len(held[cell])]
-        target = targets[cell]
-        if source.page_bytes != target.page_bytes:
-            raise PlanError(
-                f"{component!r} layer {layer} has page_bytes={source.page_bytes} on prefill and {target.page_bytes} on "
-                "decode; use the same cache storage format on both"
-            )
-        owner.append(number)
-        columns.append(
-            (row, source.base_address, source.page_stride, target.base_address, target.page_stride, source.page_bytes)
-        )
-        source_pages.append(source.num_pages)
-        destination_pages.append(target.num_pages)
-    table = LayerTable(*(np.array(column, dtype=np.int64) for column in zip(*columns, strict=True)))
-    return GroupPlan(
-        name,
-        cells,
-        np.array(owner, dtype=np.int64),
-        table,
-        np.array(source_pages, dtype=np.int64),
-        np.array(destination_pages, dtype=np.int64),
-    )
-
-
-def _check_range(side: str, pages: Int64Array, limits: Int64Array, plan: GroupPlan, rows: Int64Array, who: str) -> None:
-    low, high = int(pages.min()), int(pages.max())
-    if low < 0 or high >= int(limits.min()):
-        component, layer = plan.cells[int(rows[int(np.argmin(limits))])]
-        raise PlanError(
-            f"{side} page {low if low < 0 else high} is outside the {int(limits.min())} pages of {component!r} layer "
-            f"{layer} at {who}"
-        )
+def _owned(source: Source) -> dict[str, list[int]]:
+    owned: dict[str, list[int]] = {}
+    for region in source.regions:
+        owned.setdefault(region.component, []).append(region.layer)
+    return owned

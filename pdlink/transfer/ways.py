@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-COPY_BYTES_PER_S = 4e9
-"""One core copying pages between host addresses."""
-COPY_ROW_S = 1e-6
-"""What one more run of pages costs a copy of ours."""
 PIECE_S = 300e-6
 """Asking for a staged piece and hearing that it is packed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """What packing or unpacking takes: the bytes, and one more run of pages."""
+
+    bytes_per_s: float
+    row_s: float
+
+    def seconds(self, num_descriptors: int, nbytes: int) -> float:
+        return num_descriptors * self.row_s + nbytes / self.bytes_per_s
+
+
+HOST_COPY = CopyCost(4e9, 1e-6)
+"""One core between host addresses, page by page."""
+DEVICE_COPY = CopyCost(1e12, 5e-9)
+"""A kernel within the memory of one device, which reads page ids from a table."""
 
 
 class Way(StrEnum):
@@ -55,8 +68,11 @@ class WayChoice:
         return f"{self.way}: {self.reason} (direct {self.direct_s * 1e3:.3f} ms, staged {staged}, as estimated)"
 
 
-def choose_way(asked: str, load: Workload, cost: WireCost, obstacle: str = "") -> WayChoice:
-    """The way for one pull. `asked` is the setting `auto`, `direct` or `staged`; `obstacle` says why not staged.
+def choose_way(
+    asked: str, load: Workload, cost: WireCost, obstacle: str = "", copies: CopyCost = HOST_COPY
+) -> WayChoice:
+    """The way for one pull. `asked` is the setting `auto`, `direct` or `staged`; `obstacle` says why not staged;
+    `copies` is what packing takes, and unpacking again.
 
     A way that was asked for and cannot be had is replaced by direct, and the reason says so.
     """
@@ -64,14 +80,17 @@ def choose_way(asked: str, load: Workload, cost: WireCost, obstacle: str = "") -
     direct = Way.MAPPED if cost.gathers else Way.DIRECT
     staged_s = None
     if not obstacle and load.num_pieces is not None:
-        copies_s = 2 * (load.nbytes / COPY_BYTES_PER_S + load.num_descriptors * COPY_ROW_S)
+        copies_s = 2 * copies.seconds(load.num_descriptors, load.nbytes)
         staged_s = cost.seconds(load.num_pieces, load.nbytes) + copies_s + load.num_pieces * PIECE_S
     if asked == Way.DIRECT:
         return WayChoice(direct, "PDLINK_WAY=direct", direct_s, staged_s)
     if asked == Way.STAGED and staged_s is not None:
         return WayChoice(Way.STAGED, "PDLINK_WAY=staged", direct_s, staged_s)
     if asked == Way.STAGED:
-        why = obstacle or "a page does not fit a staging slot (PDLINK_STAGING_SLOT_BYTES)"
+        why = (
+            obstacle
+            or "a page does not fit a staging slot (PDLINK_STAGING_SLOT_BYTES, PDLINK_STAGING_DEVICE_SLOT_BYTES)"
+        )
         return WayChoice(direct, f"PDLINK_WAY=staged, but {why}", direct_s, None)
     if cost.gathers:
         return WayChoice(direct, "the backend gathers pages where they are", direct_s, staged_s)

@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdlink.errors import LayoutError
-from pdlink.layout import ParallelSizes, Part, PartKind, RankCoordinates, ReaderSet
-from pdlink.layout.parallel import AXES
+from pdlink.layout import ParallelSizes, RankCoordinates, ReaderSet
+from pdlink.layout.parallel import AXES, read_sizes
 
 SIZE = st.integers(1, 4)
 
@@ -70,15 +70,31 @@ def test_a_reader_set_without_a_name_is_refused():
         ReaderSet("")
 
 
-def test_a_part_is_one_of_equal_slices():
-    assert Part() == Part(PartKind.WHOLE, 0, 1)
-    assert Part(PartKind.HEADS, 3, 4).index == 3
+@given(st.permutations(AXES), st.integers(0, len(AXES)), st.lists(st.integers(1, 4096), min_size=4, max_size=4))
+def test_sizes_are_read_as_they_are_written_in_any_order(axes, count, sizes):
+    named = dict(zip(axes[:count], sizes, strict=False))
+    if named:
+        assert read_sizes("".join(f"{axis}{size}" for axis, size in named.items())) == named
 
 
 @pytest.mark.parametrize(
-    ("kind", "index", "count"),
-    [(PartKind.HEADS, 4, 4), (PartKind.HEADS, -1, 4), (PartKind.SUB_PAGE, 0, 0), (PartKind.WHOLE, 0, 2)],
+    ("text", "words"),
+    [
+        ("", "is no list of sizes; write each as axis and number, like pp2cp4"),
+        ("pp2cp", "is no list of sizes"),
+        ("2pp", "is no list of sizes"),
+        ("PP2", "is no list of sizes"),
+        ("pp2 cp4", "is no list of sizes"),
+        ("pp2ep4", "has an axis 'ep'; there are dp, pp, cp, tp"),
+        ("pp2cp4pp2", "names pp twice"),
+        ("pp0", "pp=0, which must be at least 1"),
+        ("pp1234567890", "is no list of sizes"),
+    ],
 )
-def test_a_part_that_is_no_slice_is_refused(kind, index, count):
-    with pytest.raises(LayoutError, match=f"part {index} of {count}"):
-        Part(kind, index, count)
+def test_text_that_is_no_sizes_is_refused_with_the_reason(text, words):
+    with pytest.raises(LayoutError, match=words):
+        read_sizes(text)
+
+
+def test_a_side_may_have_axes_of_its_own():
+    assert read_sizes("tp8dcp2", ("pp", "tp", "dcp")) == {"tp": 8, "dcp": 2}

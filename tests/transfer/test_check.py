@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdlink.errors import PlanError
 from pdlink.layout import ParallelSizes
 from pdlink.transfer.descriptors import PageRuns
-from pdlink.transfer.planner import check_batches
+from pdlink.transfer.plan_check import check_batches
 from tests.transfer.values import Pair, ints, make_layout
 
 NUM_PAGES = 64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdlink.backends.host_copy import copy
 from pdlink.errors import PlanError
 from pdlink.layout.staging import StagingArea
-from pdlink.transfer.packing import PageTable, cut, one_range, pack, unpack
+from pdlink.transfer.packing import PageTable, cut, one_range, pack, pack_runs, unpack, unpack_runs
 
 NUM_PAGES = 9
 BASE = 1 << 40
@@ -83,12 +83,12 @@ def test_what_is_packed_and_unpacked_is_the_pages_and_nothing_else(sizes, gap, o
         slot[:] = 0xDD
         asked = np.array(pages, dtype=np.int64)[piece.pages]
         wanted = np.array(here, dtype=np.int64)[piece.pages]
-        assert copy(pack(asked, source.table.take(piece.rows), address), lambda: False)
+        assert copy(pack(pack_runs(asked), source.table.take(piece.rows), address), lambda: False)
         # The slot holds the pages row after row, without a gap and with nothing around them.
         packed = [source.page(row, page) for row in range(piece.first_row, piece.stop_row) for page in asked.tolist()]
         assert slot[8 : 8 + piece.nbytes].tobytes() == b"".join(one.tobytes() for one in packed)
         assert {*slot[:8].tolist(), *slot[8 + piece.nbytes :].tolist()} == {0xDD}
-        assert copy(unpack(wanted, target.table.take(piece.rows), address), lambda: False)
+        assert copy(unpack(unpack_runs(wanted), (target.table.take(piece.rows),), address), lambda: False)
     expected = Side(sizes, other_gap)
     for row in range(len(sizes)):
         for theirs, ours in zip(pages, here, strict=True):
@@ -101,13 +101,22 @@ def test_a_copy_that_is_stopped_says_so_and_leaves_the_rest() -> None:
     source.bytes[:] = 1
     pages = np.arange(NUM_PAGES, dtype=np.int64)
     slot = np.zeros(8 * NUM_PAGES, dtype=np.uint8)
-    assert not copy(unpack(pages, target.table, slot.__array_interface__["data"][0]), lambda: True)
+    assert not copy(unpack(unpack_runs(pages), (target.table,), slot.__array_interface__["data"][0]), lambda: True)
     assert set(target.bytes.tolist()) == {0xEE}
 
 
 def test_neighbouring_pages_are_packed_in_one_run() -> None:
     table = PageTable(*(np.array([one], dtype=np.int64) for one in (BASE, 64, 64)))
-    assert pack(np.array([3, 4, 5, 9], dtype=np.int64), table, 1 << 20).num_descriptors == 2
+    assert pack(pack_runs(np.array([3, 4, 5, 9], dtype=np.int64)), table, 1 << 20).num_descriptors == 2
+
+
+def test_the_same_slot_gives_the_same_table_and_another_way_or_slot_another() -> None:
+    table = PageTable(*(np.array([one], dtype=np.int64) for one in (BASE, 64, 64)))
+    there = table.into_slot(4, 1 << 20)
+    assert table.into_slot(4, 1 << 20) is there
+    others = [table.out_of_slot(4, 1 << 20), table.into_slot(4, 1 << 21), table.into_slot(3, 1 << 20)]
+    assert len({there, *others}) == 4
+    assert [others[0].source_base.tolist(), others[0].destination_base.tolist()] == [[1 << 20], [BASE]]
 
 
 def test_one_range_goes_from_slot_to_slot() -> None:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from pdlink.errors import LayoutError, PlanError
 from pdlink.layout import LayerPlan, ParallelSizes, PlanKind, RankCoordinates
-from pdlink.transfer.planner import PullPlanner, Source, check_batches
-from tests.transfer.values import Pair, ints, make_layout
+from pdlink.transfer.plan_check import check_batches
+from pdlink.transfer.planner import PullPlanner, Source
+from tests.transfer.values import Pair, ints, make_layout, make_regions
 
 NUM_PAGES = 64
 
@@ -173,9 +174,10 @@ def test_a_wanted_component_that_the_layout_lacks_is_refused():
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_replicas_share_the_load(num_layers, cp):
     pair = Pair.of(make_layout(num_layers), ParallelSizes(cp=cp), PlanKind.REPLICATED)
-    counts = [len(pair.planner.rows(worker_id, "kv")) for worker_id in pair.planner.worker_ids]
-    assert sum(counts) == 2 * num_layers
-    assert max(counts) - min(counts) <= 1
+    plan = pair.planner.groups["kv"]
+    loads = [int(plan.row_bytes[pair.planner.rows(one, "kv")].sum()) for one in pair.planner.worker_ids]
+    assert sum(loads) == int(plan.row_bytes.sum())
+    assert max(loads) - min(loads) <= 656 * 64, "no rank has more than one page a layer too many"
 
 
 def test_a_row_that_another_replica_serves_is_left_out_of_a_publication():
@@ -209,6 +211,21 @@ def test_a_draft_is_pulled_only_where_both_sides_have_one(side):
     if side != "both":
         with pytest.raises(PlanError, match=r"'draft\.latent' layer 0"):
             PullPlanner(layout, sources, destination, {"draft.latent": [0]})
+
+
+def test_half_a_draft_is_never_pulled():
+    """Pages of a draft of which some layers are of this request and some of another one are wrong bytes."""
+    draft = replace(PAIR.layout.components[0], name="draft.latent", layers=(0, 1))
+    layout = replace(PAIR.layout, components=(*PAIR.layout.components, draft), num_draft_layers=2)
+    whole = make_regions(layout, {"draft.latent": (0, 1)}, 1 << 53, NUM_PAGES)
+    for held, words in (((0, 1), ""), ((0,), "'draft.latent' layer 1 has no owner")):
+        extra = make_regions(layout, {"draft.latent": held}, 1 << 51, NUM_PAGES)
+        sources = [replace(PAIR.sources[0], regions=(*PAIR.sources[0].regions, *extra)), *PAIR.sources[1:]]
+        if words:
+            with pytest.raises(PlanError, match=words):
+                PullPlanner(layout, sources, (*PAIR.destination, *whole))
+        else:
+            assert ("draft.latent", 1) in PullPlanner(layout, sources, (*PAIR.destination, *whole)).groups["kv"].cells
 
 
 def test_two_page_groups_have_page_lists_of_their_own():

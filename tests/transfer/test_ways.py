@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.transfer.ways import Way, WireCost, Workload, choose_way
+from pdlink.transfer.ways import DEVICE_COPY, HOST_COPY, Way, WireCost, Workload, choose_way
 
 NVLINK = WireCost(9e-6, 300e9)
 SCATTERED = Workload(64 << 20, 20_000, 8)
@@ -69,3 +69,9 @@ def test_a_page_that_fits_no_slot_makes_it_direct_and_is_named(asked: str) -> No
     choice = choose_way(asked, Workload(1 << 20, 100_000, None), NVLINK)
     assert choice.way is Way.DIRECT
     assert "does not fit a staging slot" in choice.reason
+
+
+def test_packing_in_device_memory_pays_where_packing_in_host_memory_would_not() -> None:
+    load, cost = Workload(1 << 30, 1000, 8), WireCost(9e-6, 300e9)
+    assert choose_way("auto", load, cost, copies=HOST_COPY).way is Way.DIRECT
+    assert choose_way("auto", load, cost, copies=DEVICE_COPY).way is Way.STAGED

@@ -1,0 +1,267 @@
+"""Owns one topology at work: real workers of both sides over a quiet network, requests, and the check of every byte."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdlink.backends.base import Backend
+from pdlink.backends.staging import Arena
+from pdlink.bootstrap import compat, service_wire
+from pdlink.bootstrap.directory import Directory
+from pdlink.bootstrap.messages import Side
+from pdlink.config import Settings, load_settings
+from pdlink.decode.links import PrefillInstance
+from pdlink.decode.receiver import Receiver
+from pdlink.decode.worker import DecodeWorker
+from pdlink.errors import Mismatch
+from pdlink.events import Events
+from pdlink.layout import DecodePlace, DecodeRank, Part, part_of
+from pdlink.prefill.sender import Sender
+from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.transfer.states import ReceiverState, SenderState
+from tests.topology.cache import Landed, Pool, Truth
+from tests.topology.quiet import PATIENCE_S, Network, QuietLoop
+from tests.topology.strategies import Ask, Case, Topology
+
+INSTANCE = PrefillInstance("pre", ())
+SPARE_PAGES = 3
+SLOT_BYTES = 4096
+NUM_SLOTS = 2
+OpenBackend = Callable[[], Backend]
+
+
+@dataclass
+class Owner:
+    worker: PrefillWorker
+    pool: Pool
+    parts: Mapping[str, Part]
+    taken: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def dp(self) -> int:
+        return self.worker.rank.rank.dp
+
+    def take(self, num_pages: int, group: str, rng: random.Random) -> list[int]:
+        """Pages of no other request."""
+        taken = self.taken.setdefault(group, set())
+        free = [page for page in range(self.pool.num_pages) if page not in taken]
+        found = rng.sample(free, num_pages)
+        taken.update(found)
+        return found
+
+
+@dataclass
+class Taker:
+    worker: DecodeWorker
+    pool: Pool
+    place: DecodePlace
+    landed: Landed
+
+
+@dataclass
+class Asked:
+    """One request under way."""
+
+    name: str
+    receivers: list[Receiver]
+    senders: list[Sender]
+
+
+class Site:
+    """Both instances of a topology. `open_backend` makes the one that each side has."""
+
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        topology: Topology,
+        num_pages: int,
+        open_backend: OpenBackend,
+        **settings: object,
+    ) -> None:
+        self.network = Network()
+        self.topology = topology
+        patient = {"staging_timeout_s": PATIENCE_S, "drain_timeout_s": PATIENCE_S}
+        self.settings: Settings = load_settings({}, **(patient | settings))
+        self._stack = stack
+        self._loop: Any = QuietLoop(self.network)
+        self._backends = [self._opened(open_backend) for _ in range(2)]
+        directory = Directory(1000.0)
+        self.owners = [self._owner(rank, num_pages) for rank in topology.plan.sizes.ranks()]
+        for owner in self.owners:
+            sent = service_wire.pack_registration(owner.worker.registration()).SerializeToString()
+            message = service_wire.pb.Registration.FromString(sent)
+            directory.register(service_wire.unpack_registration(message), 0.0)
+        self.info = directory.resolve("pre", 0.0)
+        self.takers = [self._taker(rank, num_pages) for rank in topology.taken.sizes.ranks()]
+
+    def compare(self, decode: Side) -> tuple[Mismatch, ...]:
+        """What a bootstrap, and each prefill rank, says of the two sides before anything else."""
+        return compat.check(self.info.side, decode)
+
+    def link(self) -> None:
+        """Let decode know of prefill, as its bootstrap would. Raises what is raised then."""
+        for taker in self.takers:
+            assert not self.compare(taker.worker._side)
+            link = taker.worker._links._install(INSTANCE, self.info)
+            for one in link.ranks.values():  # so that small pulls need no thread
+                one.puller._wire.connected()
+
+    def receive(self, taker: Taker, name: str, ask: Ask, rng: random.Random) -> tuple[Receiver, dict[str, list[int]]]:
+        pages, turns = {}, taker.place.sizes.dcp
+        for group in taker.worker.layout.page_groups:
+            size = group.page_size * turns
+            first = ask.prefix_tokens // size
+            wanted = 0 if ask.prefix_tokens == ask.num_tokens else -(-ask.num_tokens // size) - first
+            pages[group.name] = rng.sample(range(taker.pool.num_pages), wanted)
+        made = taker.worker.receive(
+            name,
+            INSTANCE,
+            pages,
+            ask.num_tokens,
+            prefix_tokens=ask.prefix_tokens,
+            dp=ask.dp,
+            expect_aux=ask.seed % 2 == 1,
+        )
+        return made, pages
+
+    def publish(self, name: str, ask: Ask, rng: random.Random) -> tuple[Truth, list[Sender], list[Callable[[], None]]]:
+        """Open the request on the ranks of its dp group; returns what publishes it, call by call, in a random order."""
+        groups = self.topology.prefill.page_groups
+        truth = Truth(name, {group.name: group.num_pages(ask.num_tokens) for group in groups})
+        senders, calls = [], []
+        for owner in (one for one in self.owners if one.dp == ask.dp):
+            pages = {group: owner.take(count, group, rng) for group, count in truth.num_pages.items()}
+            truth.fill(owner.pool, owner.parts, pages)
+            sender = owner.worker.open(name)
+            senders.append(sender)
+            calls.append(_publishing(sender, pages, rng))
+        order = [at for at, mine in enumerate(calls) for _ in mine]
+        rng.shuffle(order)
+        return truth, senders, [calls[at].pop(0) for at in order]
+
+    def expect(self, taker: Taker, truth: Truth, ask: Ask, pages: Mapping[str, Sequence[int]]) -> None:
+        """Note what a request must leave in a rank's pool."""
+        if not any(pages.values()):
+            return
+        first = {
+            group.name: ask.prefix_tokens
+            // (group.page_size * taker.place.sizes.dcp)
+            * group.page_size
+            * taker.place.sizes.dcp
+            for group in taker.worker.layout.page_groups
+        }
+        theirs = {one.name: one for one in self.topology.prefill.components}
+        parts = taker.place.parts(taker.worker.layout)
+        whole = {}
+        for one in taker.worker.layout.components:
+            if there := theirs.get(one.name):
+                held = part_of(there, 0, self.topology.plan.sizes.tp)
+                like = (there.fields, there.page_bytes) == (one.fields, one.page_bytes)
+                whole[one.name] = (
+                    like and parts[one.name].token_count == 1 and held.head_count == parts[one.name].head_count
+                )
+        taker.landed.add(truth, parts, pages, first, whole)
+
+    def begin(self, name: str, ask: Ask, dp: int = 0) -> Asked:
+        """One request by the ranks of decode group `dp`, some of which come before it is published and some after."""
+        rng = random.Random(ask.seed)
+        mine = [one for one in self.takers if one.place.rank.dp == dp]
+        early = rng.sample(mine, rng.randint(0, len(mine)))
+        asked = [(one, *self.receive(one, name, ask, rng)) for one in early]
+        truth, senders, calls = self.publish(name, ask, rng)
+        half = rng.randint(0, len(calls))
+        for call in calls[:half]:
+            call()
+        if rng.random() < 0.5:
+            self.network.drain()
+        asked += [(one, *self.receive(one, name, ask, rng)) for one in mine if one not in early]
+        for call in calls[half:]:
+            call()
+        for taker, _, pages in asked:
+            self.expect(taker, truth, ask, pages)
+        return Asked(name, [made for _, made, _ in asked], senders)
+
+    def finish(self, every: Sequence[Asked]) -> None:
+        """All of them succeed on every rank, and every decode pool holds what it must and nothing else."""
+        self.network.wait(lambda: not any(one.worker.num_receives for one in self.takers))
+        for one in every:
+            for made in one.receivers:
+                assert made.state is ReceiverState.DONE, made.failure
+                assert made.result().aux in (None, one.name.encode())
+            assert {sender.poll() for sender in one.senders} == {SenderState.RELEASED}
+        for owner in self.owners:
+            owner.taken.clear()
+        for taker in self.takers:
+            wrong = taker.landed.find_wrong()
+            assert not wrong, f"{self.topology}, decode {taker.place.rank}: {wrong}"
+
+    def _owner(self, rank: Any, num_pages: int) -> Owner:
+        topology = self.topology
+        pool = Pool(topology.prefill, topology.plan.owned[rank], num_pages, topology.gap)
+        self._stack.callback(pool.close)
+        info = PrefillRank(
+            "pre", topology.prefill, topology.plan.sizes, rank, topology.plan.kinds, pool.owned, pool.regions
+        )
+        arena = self._arena(self._backends[0]) if pool.regions else None
+        rest = (self.settings, self._loop, {self._backends[0].name: self._backends[0]}, Events(), arena)
+        worker = PrefillWorker(info, *rest)
+        self._stack.callback(worker.close)
+        parts = {one.name: part_of(one, rank.tp, topology.plan.sizes.tp) for one in topology.prefill.components}
+        return Owner(worker, pool, parts)
+
+    def _taker(self, rank: DecodeRank, num_pages: int) -> Taker:
+        topology = self.topology
+        place, layout = topology.taken.place(rank), topology.decodes[rank.tp]
+        pool = Pool(layout, place.layers(layout), num_pages, 7 - topology.gap)
+        self._stack.callback(pool.close)
+        backends = {self._backends[1].name: self._backends[1]}
+        what = (f"dec{rank.dp}", layout, pool.regions, self.settings, self._loop, backends, Events())
+        worker = DecodeWorker(*what, arena=self._arena(self._backends[1]), place=place)
+        self._stack.callback(worker.close)
+        return Taker(worker, pool, place, Landed(pool))
+
+    def _arena(self, backend: Backend) -> Arena | None:
+        if self.settings.way != "staged":
+            return None
+        arena = Arena(NUM_SLOTS, SLOT_BYTES, [backend], shared=True)
+        self._stack.callback(arena.close)
+        return arena
+
+    def _opened(self, open_backend: OpenBackend) -> Backend:
+        return self._stack.enter_context(contextlib.closing(open_backend()))
+
+
+def run(case: Case, open_backend: OpenBackend, **settings: object) -> None:
+    """Every request of a case, each by the ranks of a decode dp group; every byte of every decode pool is compared."""
+    sizes = [group.page_size for group in case.topology.prefill.page_groups]
+    most = max(-(-ask.num_tokens // min(sizes)) for ask in case.asks)
+    with contextlib.ExitStack() as stack:
+        site = Site(stack, case.topology, len(case.asks) * most + SPARE_PAGES, open_backend, way=case.way, **settings)
+        site.link()
+        site.finish([site.begin(f"t{number}", ask, number) for number, ask in enumerate(case.asks)])
+
+
+def _publishing(sender: Sender, pages: Mapping[str, Sequence[int]], rng: random.Random) -> list[Callable[[], None]]:
+    """Calls that publish everything: chunk by chunk in any order, some of them layer range by layer range."""
+    pieces: list[dict[str, Any]] = []
+    for group, ids in pages.items():
+        cuts = sorted({0, len(ids), *(rng.randint(0, len(ids)) for _ in range(rng.randint(0, 2)))})
+        for first, stop in itertools.pairwise(cuts):
+            chunk = {"page_ids": ids[first:stop], "group": group, "start_page": first}
+            owned = {
+                name: sender._rank.owned.get(name, ()) for name in sender._rank.layout.page_group(group).components
+            }
+            if rng.random() < 0.3 and any(owned.values()):
+                at = {name: rng.randint(0, len(layers)) for name, layers in owned.items()}
+                pieces.append(chunk | {"layers": {name: layers[: at[name]] for name, layers in owned.items()}})
+                pieces.append(chunk | {"layers": {name: layers[at[name] :] for name, layers in owned.items()}})
+            else:
+                pieces.append(chunk)
+    rng.shuffle(pieces)
+    pieces[-1] |= {"last": True, "aux": sender.transfer_id.encode()}
+    return [lambda piece=piece: sender.publish(**piece) for piece in pieces]

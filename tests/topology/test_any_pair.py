@@ -1,0 +1,66 @@
+"""Random prefill instances and random decode instances of one model: every byte of every decode rank comes out, and no
+other byte is touched, whichever way and backend moves them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+
+from pdlink.backends.ipc import IpcBackend
+from tests.topology.quiet import Here
+from tests.topology.site import run
+from tests.topology.strategies import Case, cases
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """A line for each request would cost more than the request."""
+    logging.disable(logging.INFO)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_any_pair_moves_every_byte_and_no_other_over_ipc(case: Case) -> None:
+    run(case, IpcBackend)
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_any_pair_moves_every_byte_and_no_other_directly(case: Case) -> None:
+    run(case, Here)
+
+
+@settings(max_examples=10)
+@given(cases(ways=["staged"]))
+def test_any_pair_moves_every_byte_and_no_other_through_staging(case: Case) -> None:
+    run(case, Here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@settings(max_examples=900)
+@given(cases())
+def test_the_same_holds_for_many_pairs_over_ipc(case: Case) -> None:
+    run(case, IpcBackend)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@settings(max_examples=700)
+@given(cases())
+def test_the_same_holds_for_many_pairs_directly(case: Case) -> None:
+    run(case, Here)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@settings(max_examples=450)
+@given(cases(ways=["staged", "auto"]))
+def test_the_same_holds_for_many_pairs_through_staging(case: Case) -> None:
+    run(case, Here)
