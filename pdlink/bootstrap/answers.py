@@ -6,19 +6,31 @@ from collections.abc import Sequence
 
 from pdlink.address import Address
 from pdlink.bootstrap import error_wire, service_wire, wire
+from pdlink.bootstrap.access import Access
 from pdlink.bootstrap.compat import check, check_body
 from pdlink.bootstrap.messages import PrefillServerInfo, Side
 from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.bootstrap.rpc import BootstrapUnreachable, Link
-from pdlink.errors import DeadlineExceeded, FrameError, IncompatibleError, NotReady, PdlinkError, UnknownInstance
+from pdlink.errors import (
+    AccessDenied,
+    DeadlineExceeded,
+    FrameError,
+    IncompatibleError,
+    NotReady,
+    PdlinkError,
+    UnknownInstance,
+)
 from pdlink.v1 import bootstrap_pb2 as pb
 
 
-def ask(address: Address, instance: str, side: Side, timeout_s: float) -> PrefillServerInfo:
+def ask(
+    address: Address, instance: str, side: Side, timeout_s: float, access: Access | None = None
+) -> PrefillServerInfo:
     """One question to one address, over a channel of its own: a kept one would remember an outage that is over."""
-    link = Link(address)
+    link = Link(address, access)
     try:
-        request = pb.ResolveRequest(instance=instance, decode=wire.pack_side(side))
+        takes_keys = link.access.may_send_secrets(address)
+        request = pb.ResolveRequest(instance=instance, decode=wire.pack_side(side), takes_control_keys=takes_keys)
         data = link.call("Resolve", request, timeout_s)
         return read_answer(instance, side, service_wire.parse(pb.ResolveResponse, data))
     finally:
@@ -37,6 +49,8 @@ def summarise(instance: str, said: Sequence[tuple[Address, PdlinkError]]) -> Pdl
         return UnknownInstance(text)
     if any(isinstance(error, NotReady) for error in errors):
         return NotReady(text)
+    if any(isinstance(error, AccessDenied) for error in errors):
+        return AccessDenied(text)
     if all(isinstance(error, DeadlineExceeded) for error in errors):
         return DeadlineExceeded(text)
     return BootstrapUnreachable(text)

@@ -5,12 +5,26 @@ Both ends ask it with the same two `Side` values, so both come to the same misma
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pdlink.bootstrap.messages import PrefillServerInfo, ProtocolRange, Registration, Side
+from pdlink.config import PREFIX, Settings
 from pdlink.errors import Mismatch
 from pdlink.layout import CacheLayout, LayerPlan, compare, find_faults, fingerprint
 from pdlink.layout.components import DRAFT_PREFIX
+from pdlink.layout.page_slices import obstacle, slice_page
+from pdlink.layout.parts import Part, part_of
+
+KEYS_NOT_TAKEN = Mismatch(
+    "control_curve",
+    "on",
+    "off",
+    f"so that decode may take the keys, give it TLS to the bootstrap ({PREFIX}TLS_CA) or set "
+    f"{PREFIX}ALLOW_PLAINTEXT_SECRETS=1 there, and upgrade it where it knows neither; or set {PREFIX}CONTROL_CURVE=off "
+    "on prefill",
+)
+"""Why a side that takes no control keys cannot talk to ranks that have them."""
 
 
 def check(prefill: Side, decode: Side) -> tuple[Mismatch, ...]:
@@ -32,6 +46,44 @@ def check_body(prefill: PrefillServerInfo, decode: CacheLayout | None = None) ->
         for text in plan_faults(prefill.layout, prefill.layer_plan())
     )
     return plan if plan or decode is None else _compare_drafts(prefill.layout, decode)
+
+
+def check_parts(
+    prefill: PrefillServerInfo, decode: CacheLayout, parts: Mapping[str, Part], settings: Settings
+) -> tuple[Mismatch, ...]:
+    """Why pages of an instance, whose side and body fit, cannot become pages of a decode rank that holds `parts` of
+    them; empty when they can. That prefill lacks a draft which decode has is a reason where the settings demand it."""
+    found = []
+    theirs = {one.name: one for one in prefill.layout.components}
+    offered = {region.component for rank in prefill.ranks for region in rank.regions}
+    for here in decode.components:
+        there, wanted = theirs.get(here.name), parts[here.name]
+        if settings.require_draft and here.is_draft and here.name not in offered:
+            fix = f"start prefill with the draft model too, or set {PREFIX}REQUIRE_DRAFT=0 on decode"
+            found.append(Mismatch(here.name, "not offered" if there else "absent", "required", fix))
+        if there is None:
+            continue
+        held = [part_of(there, tp, prefill.sizes.tp) for tp in range(prefill.sizes.tp)]
+        if text := next(filter(None, (obstacle(there, one, here, wanted) for one in held)), ""):
+            found.append(Mismatch(f"{here.name}.part", str(held[0]), str(wanted), text))
+        elif settings.verify_digests and not all(slice_page(there, one, here, wanted).is_whole for one in held):
+            fix = f"set {PREFIX}VERIFY_DIGESTS=0 on both sides, or give both the same tp and no dcp"
+            found.append(Mismatch("verify_digests", f"pages of {held[0]}", f"pages of {wanted}", fix))
+    return tuple(found)
+
+
+def check_control_keys(prefill: PrefillServerInfo, settings: Settings) -> tuple[Mismatch, ...]:
+    """Why decode with `settings` must not talk to the control sockets of `prefill`; empty when it may.
+
+    It refuses plain ones where it demands CURVE, and CURVE where that is off. Otherwise it takes what each rank has.
+    """
+    fix = f"set {PREFIX}CONTROL_CURVE, and the token or TLS that it follows, alike on both sides"
+    for rank in prefill.ranks:
+        if rank.control_keys is None and settings.uses_curve:
+            return (Mismatch("control_curve", f"off ({rank.worker_id})", "on", fix),)
+        if rank.control_keys is not None and settings.control_curve == "off":
+            return (Mismatch("control_curve", f"on ({rank.worker_id})", "off", fix),)
+    return ()
 
 
 def plan_faults(layout: CacheLayout, plan: LayerPlan) -> tuple[str, ...]:

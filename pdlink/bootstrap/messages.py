@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pdlink.address import Address
+from pdlink.bootstrap.control_keys import ControlKeys
 from pdlink.errors import InvalidInput, LayoutError
 from pdlink.layout import (
     CacheLayout,
@@ -24,6 +25,7 @@ from pdlink.layout import (
     Region,
     check_region,
     fingerprint,
+    part_of,
 )
 from pdlink.layout.staging import StagingArea
 
@@ -86,12 +88,13 @@ class WorkerKey:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the control socket of one live rank is."""
+    """Where the control socket of one live rank is, and the keys to it where it demands some."""
 
     worker_id: str
     incarnation: int
     coordinates: RankCoordinates
     control_endpoint: Address
+    control_keys: ControlKeys | None = None
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)
@@ -105,8 +108,9 @@ class RankInfo:
 
     `incarnation` is new at every process start and grows (`time.time_ns()` then). Regions name owned layers only:
     for each component all of them, or none where the memory is not registered with any transport. `transports` has
-    one opaque blob per transport, at most `MAX_TRANSPORT_BYTES` each. `staging` is None where nothing is packed. Owned
-    layers and regions are kept in order.
+    one opaque blob per transport, at most `MAX_TRANSPORT_BYTES` each. `staging` is None where nothing is packed, and
+    `control_keys` where control frames are plain. `staged_only` names the transports over which the staging slots can
+    be read, and no page. Owned layers and regions are kept in order.
     Raises `InvalidInput` naming the worker and the field.
     """
 
@@ -118,6 +122,8 @@ class RankInfo:
     control_endpoint: Address
     transports: Mapping[str, bytes]
     staging: StagingArea | None = None
+    control_keys: ControlKeys | None = None
+    staged_only: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         check_name("worker_id", self.worker_id)
@@ -137,7 +143,7 @@ class RankInfo:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(self.worker_id, self.incarnation, self.coordinates, self.control_endpoint)
+        return Endpoint(self.worker_id, self.incarnation, self.coordinates, self.control_endpoint, self.control_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +290,8 @@ def _check_body(layout: CacheLayout, sizes: ParallelSizes, kinds: Mapping[str, P
 def _check_rank(rank: RankInfo, layout: CacheLayout, sizes: ParallelSizes) -> None:
     try:
         sizes.check(rank.coordinates)
+        for component in layout.components:
+            part_of(component, rank.coordinates.tp, sizes.tp)  # which refuses heads that do not come out
         for name, layers in rank.owned.items():
             strange = set(layers).difference(layout.component(name).layers)
             if strange:

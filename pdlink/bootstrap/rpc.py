@@ -15,11 +15,15 @@ from google.protobuf.message import Message
 
 from pdlink.address import Address
 from pdlink.bootstrap import error_wire, service_wire
+from pdlink.bootstrap.access import Access
+from pdlink.bootstrap.diagnosis import why_no_talk
 from pdlink.errors import (
+    AccessDenied,
     DeadlineExceeded,
     FrameError,
     IncompatibleError,
     InvalidInput,
+    NotOwner,
     NotReady,
     PdlinkError,
     StaleIncarnation,
@@ -37,6 +41,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),  # two services on one port would each see half of the ranks
     ("grpc.max_receive_message_length", service_wire.MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", service_wire.MAX_ANSWER_BYTES),
+    ("grpc.max_connection_idle_ms", 300_000),  # callers that ask nothing must not keep their connections for ever
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
@@ -56,6 +61,8 @@ _CODES: tuple[tuple[type[PdlinkError], grpc.StatusCode], ...] = (
     (NotReady, grpc.StatusCode.FAILED_PRECONDITION),
     (IncompatibleError, grpc.StatusCode.FAILED_PRECONDITION),
     (StaleIncarnation, grpc.StatusCode.ABORTED),
+    (NotOwner, grpc.StatusCode.PERMISSION_DENIED),
+    (AccessDenied, grpc.StatusCode.UNAUTHENTICATED),
     (InvalidInput, grpc.StatusCode.INVALID_ARGUMENT),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
 )
@@ -74,19 +81,23 @@ class AnswerStream(Protocol):
 
 
 class Link:
-    """One channel to one address. Thread-safe; `close` cancels what is under way and may be called twice."""
+    """One channel to one address. Thread-safe; `close` cancels what is under way and may be called twice.
 
-    def __init__(self, address: Address) -> None:
+    Raises `ConfigError` where `access` has secrets that must not go there in plain text.
+    """
+
+    def __init__(self, address: Address, access: Access | None = None) -> None:
         self.address = address
-        self._channel = grpc.insecure_channel(str(address), options=CHANNEL_OPTIONS)
+        self.access = access or Access()
+        self._channel = self.access.open(address, CHANNEL_OPTIONS)
 
-    def call(self, method: str, request: Message, timeout_s: float) -> bytes:
+    def call(self, method: str, request: Message, timeout_s: float, *, service: str = SERVICE) -> bytes:
         """The answer's bytes. Raises the service's error, `DeadlineExceeded` or `BootstrapUnreachable`."""
-        send: Callable[..., bytes] = self._channel.unary_unary(f"/{SERVICE}/{method}")
+        send: Callable[..., bytes] = self._channel.unary_unary(f"/{service}/{method}")
         try:
-            return send(request.SerializeToString(), timeout=timeout_s)
+            return send(request.SerializeToString(), timeout=timeout_s, metadata=self.access.metadata())
         except grpc.RpcError as error:
-            raise translate(error, self.address, timeout_s) from error
+            raise self.translate(error, timeout_s) from error
         except ValueError as error:
             raise self._closed() from error
 
@@ -94,9 +105,13 @@ class Link:
         """The answers as they come; iterating raises `grpc.RpcError`, for `translate`."""
         open_stream: Callable[..., AnswerStream] = self._channel.unary_stream(f"/{SERVICE}/{method}")
         try:
-            return open_stream(request.SerializeToString())
+            return open_stream(request.SerializeToString(), metadata=self.access.metadata())
         except ValueError as error:
             raise self._closed() from error
+
+    def translate(self, error: grpc.RpcError, timeout_s: float) -> PdlinkError:
+        """What a failed call means: the service's own error where it sent one, else what is wrong with the address."""
+        return _translate(error, self.address, self.access, timeout_s)
 
     def close(self) -> None:
         self._channel.close()
@@ -111,8 +126,7 @@ def status_of(error: PdlinkError) -> tuple[grpc.StatusCode, bytes]:
     return code, error_wire.pack_error(error).SerializeToString()
 
 
-def translate(error: grpc.RpcError, address: Address, timeout_s: float) -> PdlinkError:
-    """What a failed call means: the service's own error where it sent one, else what is wrong with the address."""
+def _translate(error: grpc.RpcError, address: Address, access: Access, timeout_s: float) -> PdlinkError:
     sent = _detail(_trailing(error))
     if sent is not None:
         return sent
@@ -130,7 +144,8 @@ def translate(error: grpc.RpcError, address: Address, timeout_s: float) -> Pdlin
         return BootstrapUnreachable(f"the gRPC server at {address} is not a pdlink bootstrap")
     if code is grpc.StatusCode.UNAVAILABLE and not _listens(address):
         return BootstrapUnreachable(f"nothing listens at bootstrap address {address}; start it, or correct the address")
-    return BootstrapUnreachable(
+    denied = why_no_talk(address, access) if code is grpc.StatusCode.UNAVAILABLE else None
+    return denied or BootstrapUnreachable(
         f"what listens at {address} does not answer as a pdlink bootstrap ({code.name.lower()}: {details})"
     )
 

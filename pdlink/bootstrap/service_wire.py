@@ -9,6 +9,7 @@ from google.protobuf.message import DecodeError
 
 from pdlink.address import Address, parse_address
 from pdlink.bootstrap import wire
+from pdlink.bootstrap.control_keys import ControlKeys
 from pdlink.bootstrap.directory import LeaseStatus
 from pdlink.bootstrap.messages import (
     MAX_RANKS,
@@ -21,7 +22,9 @@ from pdlink.bootstrap.messages import (
     check_name,
 )
 from pdlink.errors import FrameError
+from pdlink.layout.regions import MemoryKind
 from pdlink.layout.staging import StagingArea
+from pdlink.secret import Secret
 from pdlink.v1 import bootstrap_pb2 as pb
 
 MAX_REQUEST_BYTES = 4 << 20
@@ -30,11 +33,13 @@ MAX_ANSWER_BYTES = 64 << 20
 """An instance of thousands of ranks."""
 MAX_RENEWALS = 16_384
 MAX_ADDRESS_CHARS = 300
+MIN_OWNER_BYTES, MAX_OWNER_BYTES = 16, 64
 
 _STATUSES = {
     LeaseStatus.RENEWED: pb.LEASE_STATUS_RENEWED,
     LeaseStatus.UNKNOWN: pb.LEASE_STATUS_UNKNOWN,
     LeaseStatus.REPLACED: pb.LEASE_STATUS_REPLACED,
+    LeaseStatus.NOT_OWNER: pb.LEASE_STATUS_NOT_OWNER,
 }
 _STATUSES_READ: dict[int, LeaseStatus] = {sent: value for value, sent in _STATUSES.items()}
 
@@ -91,6 +96,8 @@ def pack_rank_info(value: RankInfo) -> pb.RankInfo:
         control_endpoint=str(value.control_endpoint),
         transports=[pb.Transport(name=name, data=data) for name, data in value.transports.items()],
         staging=_pack_staging(value.staging),
+        control_keys=_pack_control_keys(value.control_keys),
+        staged_only=sorted(value.staged_only),
     )
 
 
@@ -106,6 +113,8 @@ def unpack_rank_info(message: pb.RankInfo) -> RankInfo:
             _unpack_address(message.control_endpoint),
             _unpack_transports(message.transports),
             _unpack_staging(message),
+            _unpack_control_keys(message),
+            _unpack_staged_only(message),
         )
 
 
@@ -139,8 +148,18 @@ def unpack_info(message: pb.PrefillServerInfo) -> PrefillServerInfo:
         )
 
 
-def pack_key(value: WorkerKey) -> pb.WorkerKey:
-    return pb.WorkerKey(instance=value.instance, worker_id=value.worker_id, incarnation=value.incarnation)
+def pack_key(value: WorkerKey, owner: Secret | None = None) -> pb.WorkerKey:
+    packed = pb.WorkerKey(instance=value.instance, worker_id=value.worker_id, incarnation=value.incarnation)
+    if owner is not None:
+        packed.owner_key = owner.reveal()
+    return packed
+
+
+def unpack_owner(data: bytes) -> bytes:
+    """The digest of an owner key, or nothing where none was sent. The key itself is not kept."""
+    if data and not MIN_OWNER_BYTES <= len(data) <= MAX_OWNER_BYTES:
+        raise FrameError(f"owner_key has {len(data)} bytes, not {MIN_OWNER_BYTES}..{MAX_OWNER_BYTES}")
+    return Secret(data).digest() if data else b""
 
 
 def unpack_key(message: pb.WorkerKey) -> WorkerKey:
@@ -159,12 +178,13 @@ def unpack_status(value: int) -> LeaseStatus:
     return status
 
 
-def pack_endpoint(value: Endpoint) -> pb.Endpoint:
+def pack_endpoint(value: Endpoint, *, with_keys: bool = True) -> pb.Endpoint:
     return pb.Endpoint(
         worker_id=value.worker_id,
         incarnation=value.incarnation,
         coordinates=wire.pack_rank(value.coordinates),
         control_endpoint=str(value.control_endpoint),
+        control_keys=_pack_control_keys(value.control_keys) if with_keys else None,
     )
 
 
@@ -175,6 +195,7 @@ def unpack_endpoint(message: pb.Endpoint) -> Endpoint:
             message.incarnation,
             wire.unpack_rank(message.coordinates),
             _unpack_address(message.control_endpoint),
+            _unpack_control_keys(message),
         )
 
 
@@ -195,8 +216,16 @@ def _unpack_transports(messages: Sequence[pb.Transport]) -> dict[str, bytes]:
 def _pack_staging(area: StagingArea | None) -> pb.StagingArea | None:
     if area is None:
         return None
-    shape = {"base_address": area.base_address, "slot_bytes": area.slot_bytes, "num_slots": area.num_slots}
-    return pb.StagingArea(**shape, backends=area.backends)
+    packed = pb.StagingArea(
+        base_address=area.base_address,
+        slot_bytes=area.slot_bytes,
+        num_slots=area.num_slots,
+        backends=area.backends,
+        device=area.device,
+    )
+    if area.memory is not MemoryKind.HOST:  # which is what it means to say nothing
+        packed.memory = wire.pack_memory(area.memory)
+    return packed
 
 
 def _unpack_staging(message: pb.RankInfo) -> StagingArea | None:
@@ -206,7 +235,33 @@ def _unpack_staging(message: pb.RankInfo) -> StagingArea | None:
     wire.bounded("staging.backends", len(area.backends), MAX_TRANSPORTS)
     for name in area.backends:
         check_name("staging backend", name)
-    return StagingArea(area.base_address, area.slot_bytes, area.num_slots, tuple(area.backends))
+    memory = wire.unpack_memory("staging", area.memory) if area.memory else MemoryKind.HOST
+    slots = (area.base_address, area.slot_bytes, area.num_slots)
+    return StagingArea(*slots, tuple(area.backends), memory, area.device)
+
+
+def _unpack_staged_only(message: pb.RankInfo) -> frozenset[str]:
+    wire.bounded("staged_only", len(message.staged_only), MAX_TRANSPORTS)
+    for name in message.staged_only:
+        check_name("staged_only transport", name)
+    return frozenset(message.staged_only)
+
+
+def _pack_control_keys(keys: ControlKeys | None) -> pb.ControlKeys | None:
+    if keys is None:
+        return None
+    return pb.ControlKeys(
+        server_public=keys.server_public,
+        client_public=keys.client_public,
+        client_secret=keys.client_secret.reveal(),
+    )
+
+
+def _unpack_control_keys(message: pb.RankInfo | pb.Endpoint) -> ControlKeys | None:
+    if not message.HasField("control_keys"):
+        return None
+    keys = message.control_keys
+    return ControlKeys(keys.server_public, keys.client_public, Secret(keys.client_secret))
 
 
 def _require(message: pb.Registration | pb.RankInfo | pb.PrefillServerInfo, what: str, *fields: str) -> None:

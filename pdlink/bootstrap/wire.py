@@ -38,7 +38,7 @@ MAX_TEXT_CHARS = 1024
 _PLAN_KINDS = {PlanKind.SPLIT: pb.PLAN_KIND_SPLIT, PlanKind.REPLICATED: pb.PLAN_KIND_REPLICATED}
 _MEMORY_KINDS = {MemoryKind.HOST: pb.MEMORY_KIND_HOST, MemoryKind.CUDA: pb.MEMORY_KIND_CUDA}
 _PLAN_KINDS_READ = {wire: value for value, wire in _PLAN_KINDS.items()}
-_MEMORY_KINDS_READ = {wire: value for value, wire in _MEMORY_KINDS.items()}
+_MEMORY_KINDS_READ: dict[int, MemoryKind] = {wire: value for value, wire in _MEMORY_KINDS.items()}
 
 
 @contextlib.contextmanager
@@ -144,6 +144,7 @@ def _pack_component(one: Component) -> pb.Component:
             for field in one.fields
         ],
         page_group=one.page_group,
+        total_heads=one.total_heads,
     )
 
 
@@ -169,6 +170,7 @@ def _unpack_component(message: pb.Component) -> Component:
         tuple(message.layers),
         tuple(fields),
         message.page_group,
+        message.total_heads,
     )
 
 
@@ -224,6 +226,18 @@ def unpack_layers(messages: Sequence[pb.LayerSet], what: str = "owned") -> dict[
     return layers
 
 
+def pack_memory(memory: MemoryKind) -> pb.MemoryKind:
+    return _MEMORY_KINDS[memory]
+
+
+def unpack_memory(where: str, sent: int) -> MemoryKind:
+    """Raises `FrameError` for a kind that is not known here."""
+    memory = _MEMORY_KINDS_READ.get(sent)
+    if memory is None:
+        raise FrameError(f"{where} has unknown memory kind {sent}")
+    return memory
+
+
 def pack_regions(regions: Iterable[Region]) -> list[pb.RegionSet]:
     """Regions that differ in layer and base address only share one set: 10 bytes a layer, whatever the page count."""
     sets: dict[tuple[object, ...], pb.RegionSet] = {}
@@ -249,9 +263,7 @@ def unpack_regions(messages: Sequence[pb.RegionSet]) -> tuple[Region, ...]:
     regions = []
     for index, one in enumerate(messages):
         where = f"regions[{index}] of {clip(one.component, 64)!r}"
-        memory = _MEMORY_KINDS_READ.get(one.memory)
-        if memory is None:
-            raise FrameError(f"{where} has unknown memory kind {one.memory}")
+        memory = unpack_memory(where, one.memory)
         if len(one.layers) != len(one.base_addresses):
             raise FrameError(f"{where} has {len(one.layers)} layers and {len(one.base_addresses)} base addresses")
         with reading(where):

@@ -10,10 +10,14 @@ import numpy as np
 
 from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.layout.fingerprint import Fingerprint
+from pdlink.layout.parts import Part
 from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests
+from pdlink.transfer.digests import DigestTable
 from pdlink.transfer.failure import Failure
+
+MAX_PUBLICATIONS = 1 << 16
+"""Of one request on one rank: their numbers are in its release, and every one is remembered until it ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,10 @@ class Subscribe:
     """Decode -> prefill: I am going to pull this request from the worker of this incarnation.
 
     `fingerprint` is filled in only when decode already knows that the layouts differ, so that prefill can name the
-    field; `next_sequence` is the first Ready that the reader has not seen, and asks for it again.
+    field; `next_sequence` is the first Ready that the reader has not seen, and asks for it again. `stage_bytes` is the
+    size of the pieces into which it will cut staged pulls (0: nothing is to be staged unasked), `stage_pieces` how many
+    of them may be staged unasked per publication; both stay as they are while the attempt lasts. `trace_parent` is the
+    W3C trace context of the engine's request, where it has one.
     """
 
     protocol: ProtocolRange
@@ -41,6 +48,9 @@ class Subscribe:
     next_sequence: int = 0
     backends: tuple[str, ...] = ()
     fingerprint: Fingerprint | None = None
+    stage_bytes: int = 0
+    stage_pieces: int = 0
+    trace_parent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +70,9 @@ class Ready:
     """Prefill -> decode: pages of layers that are final, in the page positions from `start_page` on.
 
     `page_ids` is int64 [n] of the prefill rank's own pool; `aux` is None except with `last` of the elected owner;
-    `digests` is None or uint64 [rows, n], its rows in the order of `cells_in_order(layers)`.
+    `digests` has a row for each of `cells_in_order(layers)`, and a column for each page; those of a kind that is not
+    known here may be missing from it. `staged_pieces` says how many of the first pieces are staged unasked (see
+    `transfer/ahead.py`).
     """
 
     sequence: int
@@ -71,19 +83,15 @@ class Ready:
     generation: int
     last: bool = False
     aux: bytes | None = None
-    digests: Digests | None = None
+    digests: DigestTable | None = None
+    staged_pieces: int = 0
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ready):
             return NotImplemented
-        plain = ("sequence", "group", "start_page", "layers", "generation", "last", "aux")
-        same_digests = (self.digests is None) == (other.digests is None) and (
-            self.digests is None or other.digests is None or bool(np.array_equal(self.digests, other.digests))
-        )
-        return (
-            all(getattr(self, name) == getattr(other, name) for name in plain)
-            and bool(np.array_equal(self.page_ids, other.page_ids))
-            and same_digests
+        plain = ("sequence", "group", "start_page", "layers", "generation", "last", "aux", "digests", "staged_pieces")
+        return all(getattr(self, name) == getattr(other, name) for name in plain) and bool(
+            np.array_equal(self.page_ids, other.page_ids)
         )
 
 
@@ -123,7 +131,8 @@ class Failed:
 class Stage:
     """Decode -> prefill: pack page positions [first_page, first_page + num_pages) of the Ready of `sequence`.
 
-    A ticket is used once per attempt; the same Stage again asks for its answer again.
+    A ticket is used once per attempt; the same Stage again asks for its answer again. Of components in `parts` only
+    what the reader holds of them is packed (see `layout/page_slices.py`); of others, whole pages.
     """
 
     ticket: int
@@ -131,6 +140,7 @@ class Stage:
     first_page: int
     num_pages: int
     layers: Mapping[str, tuple[int, ...]]
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

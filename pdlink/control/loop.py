@@ -1,7 +1,8 @@
 """Owns the I/O thread of a process: its zmq sockets, its timers, and calls handed to it. It knows no request.
 
 Sockets are touched by this thread alone. Frames arrive parsed; what cannot be parsed is counted and dropped. A handler
-that raises is logged and counted, and the thread lives on.
+that raises is logged and counted, and the thread lives on; one that raises no mere `Exception` ends it, and then
+whoever asked to be told is told, in time to say goodbye to its peers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -20,11 +21,16 @@ from typing import TypeAlias
 import zmq
 
 from pdlink.address import Address
+from pdlink.bootstrap.control_keys import ControlKeys
+from pdlink.control.curve import ServerKeys, secure_client
 from pdlink.control.frames import Frame
+from pdlink.control.sentry import Sentry
 from pdlink.control.timers import Call, Timer, Timers
 from pdlink.control.wire import decode, encode
-from pdlink.errors import FrameError, InvalidInput, StateError
+from pdlink.errors import FrameError, InvalidInput, LimitReached, PartDead, StateError
 from pdlink.events import Events
+from pdlink.sparse_log import SparseLog
+from pdlink.threads import Death, OnDeath, SupervisedThread
 
 log = logging.getLogger("pdlink.control")
 
@@ -37,6 +43,21 @@ ClientHandler: TypeAlias = Callable[[Frame], None]
 MAX_SOCKETS = 16_384
 """A decode process has one for every prefill rank that it pulls from."""
 LONGEST_WAIT_S = 1.0
+PART = "control loop"
+MAX_REQUEST_BYTES = 1 << 20
+"""Largest frame to a prefill rank: what decode says has no page lists, so that it is short."""
+BACKLOG = 4096
+"""Peers that may connect at once; the kernel's own limit (net.core.somaxconn) may be lower."""
+HANDSHAKE_TIMEOUT_MS = 5000
+KEEPALIVE = (
+    (zmq.TCP_KEEPALIVE, 1),
+    (zmq.TCP_KEEPALIVE_IDLE, 60),
+    (zmq.TCP_KEEPALIVE_INTVL, 10),
+    (zmq.TCP_KEEPALIVE_CNT, 3),
+)
+"""A connection that is silent for 60 s is asked every 10 s, and ends without three answers."""
+GOODBYE_MS = 200
+"""How long a loop that dies waits for its last frames to leave."""
 
 
 @dataclass(slots=True)
@@ -53,11 +74,20 @@ class LoopCounters:
 class ControlLoop:
     """One I/O thread. `start` before use; `close` twice is fine and waits for the thread."""
 
-    def __init__(self, max_frame_bytes: int = 4 << 20, events: Events | None = None, clock: Clock = time.monotonic):
+    def __init__(
+        self,
+        max_frame_bytes: int = 4 << 20,
+        events: Events | None = None,
+        clock: Clock = time.monotonic,
+        max_queued_frames: int = 1000,
+    ):
+        """`max_queued_frames` wait for a peer, or come from it and wait here; what comes after that is dropped and
+        counted, or stays with the peer."""
         self.clock = clock
         self.events = events or Events()
         self.counters = LoopCounters()
         self._max_frame_bytes = max_frame_bytes
+        self._max_queued_frames = max_queued_frames
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._poller = zmq.Poller()
@@ -66,34 +96,56 @@ class ControlLoop:
         self._calls: deque[Call] = deque()
         self._timers = Timers()
         self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
+        self._sentry = Sentry(self._socket, self._add, self.events)
         self._woken = False
         """A wake-up is on its way; cleared after it was read and before the calls are run."""
         self._running = False
         self._closed = False
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="pdlink-control", daemon=True)
+        self._mourners: list[OnDeath] = []
+        self._linger_ms = 0
+        self._log = SparseLog(log, clock)
+        self._thread = SupervisedThread(
+            self._run,
+            "pdlink-control",
+            PART,
+            events=self.events,
+            on_death=self._die,
+            at_end=self._release,
+            was_asked=lambda: not self._running,
+        )
 
     def start(self) -> ControlLoop:
-        if self._closed:
-            raise StateError("the control loop is closed")
+        self._check_open()
         self._running = True
         self._thread.start()
         return self
 
     @property
     def is_alive(self) -> bool:
-        return self._running and self._thread.is_alive()
+        return self._running and self._thread.is_alive
 
-    def call_soon(self, call: Call) -> None:
-        """Run `call` on the I/O thread. Any thread may ask; dropped silently once the loop is closed."""
+    @property
+    def death(self) -> Death | None:
+        """How the I/O thread ended, where that was not `close`. Nothing is sent or heard any more then."""
+        return self._thread.death
+
+    def on_death(self, told: OnDeath) -> None:
+        """Have `told` called on the I/O thread when that dies. What it sends still goes out, if it can."""
+        self._mourners.append(told)
+
+    def call_soon(self, call: Call) -> bool:
+        """Run `call` on the I/O thread. Any thread may ask; False, and it never runs, once the loop is closed or
+        dead."""
         with self._lock:
             if self._closed:
-                return
+                return False
             self._calls.append(call)
             # The I/O thread looks at its calls before it sleeps. Every write lets another thread take the GIL.
-            if not self._woken and threading.current_thread() is not self._thread:
+            if not self._woken and not self._thread.is_current:
                 self._woken = True
                 os.eventfd_write(self._wake, 1)
+            return True
 
     def call_later(self, delay_s: float, call: Call) -> Timer:
         """Run `call` on the I/O thread after `delay_s`. Any thread may ask; `cancel()` the result to forget it."""
@@ -101,16 +153,33 @@ class ControlLoop:
         self.call_soon(lambda: self._timers.set(timer))
         return timer
 
-    def bind(self, address: Address, handler: ServerHandler) -> Server:
-        """Listen with a ROUTER at `address` (port 0: any). Raises `InvalidInput` when the port is taken."""
+    @property
+    def denials(self) -> Mapping[str, int]:
+        """Strangers that sockets with keys turned away, by reason."""
+        return self._sentry.counts
+
+    def bind(self, address: Address, handler: ServerHandler, keys: ServerKeys | None = None) -> Server:
+        """Listen with a ROUTER at `address` (port 0: any); with `keys` only to readers that have theirs.
+
+        Raises `InvalidInput` when the port is taken.
+        """
         socket = self._socket(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        # Whoever connects may fill this queue: less of it, and of smaller frames, than a rank that was asked for.
+        socket.setsockopt(zmq.RCVHWM, max(1, self._max_queued_frames // 4))
+        socket.setsockopt(zmq.MAXMSGSIZE, min(self._max_frame_bytes, MAX_REQUEST_BYTES))
         host = f"[{address.host}]" if address.is_ipv6 else address.host
+        if keys:
+            self._sentry.guard(socket, keys)
         try:
             socket.bind(f"tcp://{host}:{address.port}")
             port = int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         except zmq.ZMQError as error:
+            monitor = self._sentry.forget(socket)
+            if monitor:
+                self.call_soon(partial(self._remove, monitor))
             socket.close(0)
             raise InvalidInput(f"cannot listen on {address} for control frames: {error}; choose another") from error
 
@@ -119,11 +188,18 @@ class ControlLoop:
             handler(route, self._parse(data))
 
         self._add(socket, on_parts)
-        return Server(self, socket, Address(address.host, port))
+        bound = Address(address.host, port)
+        self._sentry.bound(socket, bound)
+        return Server(self, socket, bound)
 
-    def connect(self, address: Address, handler: ClientHandler) -> Channel:
-        """Talk to a ROUTER at `address` with a DEALER. Connects and reconnects in the background; never blocks."""
+    def connect(self, address: Address, handler: ClientHandler, keys: ControlKeys | None = None) -> Channel:
+        """Talk to a ROUTER at `address` with a DEALER; with `keys` only to the one that they are of.
+
+        Connects and reconnects in the background; never blocks.
+        """
         socket = self._socket(zmq.DEALER)
+        if keys:
+            secure_client(socket, keys)
         socket.connect(f"tcp://{address}")
 
         def on_parts(parts: list[bytes]) -> None:
@@ -141,9 +217,9 @@ class ControlLoop:
             self._closed = True
             self._running = False
             os.eventfd_write(self._wake, 1)
-        if self._thread.ident is None:
+        if not self._thread.has_started:
             self._release()
-        elif threading.current_thread() is not self._thread:
+        else:
             self._thread.join(timeout_s)
 
     # --- used by Server and Channel ---------------------------------------------------------------
@@ -158,18 +234,32 @@ class ControlLoop:
             log.debug("control frame dropped: %s", error)
 
     def _remove(self, socket: zmq.Socket[bytes]) -> None:
+        monitor = self._sentry.forget(socket)
+        if monitor:
+            self._remove(monitor)
         if self._handlers.pop(socket, None):
             self._poller.unregister(socket)
             socket.close(100)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         with self._lock:
-            if self._closed:
-                raise StateError("the control loop is closed")
-            socket = self._context.socket(kind)
+            self._check_open()
+            try:
+                socket = self._context.socket(kind)
+            except zmq.ZMQError as error:
+                raise LimitReached(
+                    f"a control socket beside {len(self._handlers)} others cannot be opened: {error}; raise the limit "
+                    "of open files (ulimit -n), or lower PDLINK_MAX_PEERS"
+                ) from error
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
+        socket.setsockopt(zmq.SNDHWM, self._max_queued_frames)
+        socket.setsockopt(zmq.RCVHWM, self._max_queued_frames)
+        # The descriptor of a peer whose host has gone without a word, or that never says what it wants, comes back.
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
+        for option, value in KEEPALIVE:
+            socket.setsockopt(option, value)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         return socket
@@ -184,20 +274,41 @@ class ControlLoop:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            while self._running:
-                for socket, _ in self._poller.poll(self._wait_ms()):
-                    if socket == self._wake:
-                        os.eventfd_read(self._wake)
-                        self._woken = False
-                    else:
-                        self._receive(socket)
-                self._run_calls()
-                for call in self._timers.pop_due(self.clock()):
-                    self._guard(call)
+        while self._running:
+            for socket, _ in self._poller.poll(self._wait_ms()):
+                if socket == self._wake:
+                    os.eventfd_read(self._wake)
+                    self._woken = False
+                else:
+                    self._receive(socket)
             self._run_calls()
-        finally:
-            self._release()
+            for call in self._timers.pop_due(self.clock()):
+                self._guard(call)
+        self._run_calls()
+
+    def _die(self, death: Death) -> None:
+        """Tell whoever lives by this loop, and send what they say last. On the dying thread, which has the sockets."""
+        for told in self._mourners:
+            self._last(partial(told, death))
+        with self._lock:
+            self._closed = True
+            self._running = False
+        self._linger_ms = GOODBYE_MS
+        while self._calls:
+            self._last(self._calls.popleft())
+
+    def _last(self, call: Call) -> None:
+        """One of several calls that must all have their turn, because none comes after them."""
+        try:
+            call()
+        except BaseException:
+            log.exception("a call of the dying control loop failed")
+
+    def _check_open(self) -> None:
+        if self.death:
+            raise PartDead(self.death.text)
+        if self._closed:
+            raise StateError("the control loop is closed")
 
     def _run_calls(self) -> None:
         for _ in range(len(self._calls)):  # what these hand over in turn waits until the sockets have been looked at
@@ -208,7 +319,7 @@ class ControlLoop:
         with self._lock:
             self._closed = True
             self._running = False
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=self._linger_ms)
         os.close(self._wake)
         for held in (self._handlers, self._calls, self._timers):
             held.clear()
@@ -238,7 +349,7 @@ class ControlLoop:
             call()
         except FrameError as error:
             self.counters.malformed += 1
-            log.warning("malformed control frame dropped: %s", error)
+            self._log.warn("malformed", "malformed control frame dropped: %s", error)
             self.events.emit("control.malformed", text=str(error))
         except Exception:
             self.counters.handler_errors += 1
@@ -281,9 +392,15 @@ class Channel:
         self._socket = socket
         self.address = address
 
-    def send(self, frame: Frame) -> None:
-        data = encode(frame)
-        self._loop.call_soon(lambda: self._loop._send(self._socket, [data]))
+    def send(self, *frames: Frame) -> None:
+        """Send frames in their order. Several at once wake the I/O thread once, which is what a frame mostly costs."""
+        packed = [encode(frame) for frame in frames]
+
+        def send() -> None:
+            for data in packed:
+                self._loop._send(self._socket, [data])
+
+        self._loop.call_soon(send)
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,8 +17,11 @@ from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.bootstrap.wire import pack_fingerprint, unpack_fingerprint
 from pdlink.control import frames as fr
 from pdlink.errors import FrameError, Mismatch
+from pdlink.layout.parts import Part
 from pdlink.layout.readers import ReaderSet
+from pdlink.transfer.digests import DigestKind, DigestTable
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.trace_parent import clean
 from pdlink.v1 import common_pb2 as common
 from pdlink.v1 import control_pb2 as pb
 
@@ -27,6 +30,8 @@ MAX_ID_BYTES = 256
 MAX_AUX_BYTES = 64 << 10
 MAX_TEXT = 4096
 MAX_ITEMS = 1 << 16
+MAX_SPANS = 256
+"""Page groups, and transports, that a subscribe may name: prefill keeps it, from whoever sends it."""
 MAX_PAGE_ID = (1 << 32) - 1
 BodyT = TypeVar("BodyT")
 
@@ -134,7 +139,13 @@ def _layers(messages: Any) -> dict[str, tuple[int, ...]]:
 # --- bodies ---------------------------------------------------------------------------------------
 
 
+def _check_named(num_spans: int, backends: Collection[str]) -> None:
+    _need(num_spans <= MAX_SPANS and len(backends) <= MAX_SPANS, "too many items")
+    _need(all(len(name) <= MAX_ID_BYTES for name in backends), "a backend name that is too long")
+
+
 def _pack_subscribe(body: fr.Subscribe, out: pb.Subscribe) -> None:
+    _check_named(len(body.spans), body.backends)
     out.protocol.least, out.protocol.greatest = body.protocol.least, body.protocol.greatest
     out.fingerprint_digest = body.fingerprint_digest
     if body.fingerprint:
@@ -144,11 +155,13 @@ def _pack_subscribe(body: fr.Subscribe, out: pb.Subscribe) -> None:
     for span in body.spans:
         out.spans.add(group=span.group, first_page=span.first_page, num_pages=span.num_pages)
     out.backends.extend(body.backends)
+    out.stage_bytes, out.stage_pieces = body.stage_bytes, body.stage_pieces
+    out.trace_parent = body.trace_parent
 
 
 def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
     _need(len(message.fingerprint_digest) == 16, f"fingerprint digest of {len(message.fingerprint_digest)} bytes")
-    _need(len(message.spans) <= MAX_ITEMS and len(message.backends) <= MAX_ITEMS, "too many items")
+    _check_named(len(message.spans), message.backends)
     spans = tuple(fr.PageSpan(one.group, one.first_page, one.num_pages) for one in message.spans)
     _need(len({one.group for one in spans}) == len(spans), "a page group is listed twice")
     return fr.Subscribe(
@@ -160,6 +173,9 @@ def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
         message.next_sequence,
         tuple(message.backends),
         unpack_fingerprint(message.fingerprint) if message.HasField("fingerprint") else None,
+        message.stage_bytes,
+        message.stage_pieces,
+        clean(message.trace_parent),
     )
 
 
@@ -179,7 +195,10 @@ def _pack_ready(body: fr.Ready, out: pb.Ready) -> None:
         _need(len(body.aux) <= MAX_AUX_BYTES, f"aux of {len(body.aux)} bytes is over the limit of {MAX_AUX_BYTES}")
         out.has_aux, out.aux = True, body.aux
     if body.digests is not None:
-        out.digests = np.ascontiguousarray(body.digests, dtype="<u8").tobytes()
+        out.digests = np.ascontiguousarray(body.digests.values, dtype="<u8").tobytes()
+        if body.digests.kind != DigestKind.XXH3_64:
+            out.digest_kind = body.digests.kind
+    out.staged_pieces = body.staged_pieces
 
 
 def _ready(message: pb.Ready) -> fr.Ready:
@@ -187,12 +206,7 @@ def _ready(message: pb.Ready) -> fr.Ready:
     pages = np.frombuffer(message.page_ids, dtype="<u4").astype(np.int64)
     _need(len(message.aux) <= MAX_AUX_BYTES, f"aux of {len(message.aux)} bytes is over the limit of {MAX_AUX_BYTES}")
     layers = _layers(message.layers)
-    digests = None
-    if message.digests:
-        num_rows = sum(len(ids) for ids in layers.values())
-        wanted = 8 * num_rows * len(pages)
-        _need(len(message.digests) == wanted, f"{len(message.digests)} digest bytes where {wanted} belong")
-        digests = np.frombuffer(message.digests, dtype="<u8").astype(np.uint64).reshape(num_rows, len(pages))
+    digests = _digests(message, sum(len(ids) for ids in layers.values()), len(pages)) if message.digests else None
     return fr.Ready(
         message.sequence,
         message.group,
@@ -203,7 +217,19 @@ def _ready(message: pb.Ready) -> fr.Ready:
         message.last,
         message.aux if message.has_aux else None,
         digests,
+        message.staged_pieces,
     )
+
+
+def _digests(message: pb.Ready, num_rows: int, num_pages: int) -> DigestTable:
+    """Of a kind that is not known here, digests may be of any size: that is for the reader to refuse, not for us."""
+    kind, wanted = message.digest_kind or DigestKind.XXH3_64.value, 8 * num_rows * num_pages
+    _need(len(kind) <= MAX_ID_BYTES, "the name of a kind of digests that is too long")
+    if len(message.digests) != wanted and DigestKind.named(kind) is None:
+        return DigestTable(kind, np.zeros((0, 0), dtype=np.uint64))
+    _need(len(message.digests) == wanted, f"{len(message.digests)} digest bytes where {wanted} belong")
+    values = np.frombuffer(message.digests, dtype="<u8").astype(np.uint64).reshape(num_rows, num_pages)
+    return DigestTable(kind, values)
 
 
 def _pack_release(body: fr.Release, out: pb.Release) -> None:
@@ -239,6 +265,20 @@ def _pack_stage(body: fr.Stage, out: pb.Stage) -> None:
     out.ticket, out.sequence = body.ticket, body.sequence
     out.first_page, out.num_pages = body.first_page, body.num_pages
     _pack_layers(body.layers, out.layers)
+    for name, part in body.parts.items():
+        ends = {"token_index": part.token_index, "token_count": part.token_count}
+        out.parts.add(component=name, head_index=part.head_index, head_count=part.head_count, **ends)
+
+
+def _stage(message: pb.Stage) -> fr.Stage:
+    layers, parts = _layers(message.layers), dict[str, Part]()
+    for one in message.parts:
+        _need(one.component in layers, f"a part of {one.component!r}, of which no layer is listed")
+        _need(one.component not in parts, f"component {one.component!r} has two parts")
+        holds = one.head_index < one.head_count and one.token_index < one.token_count
+        _need(holds, f"a part of {one.component!r} that is none")
+        parts[one.component] = Part(one.head_index, one.head_count, one.token_index, one.token_count)
+    return fr.Stage(message.ticket, message.sequence, message.first_page, message.num_pages, layers, parts)
 
 
 def _pack_staged(body: fr.Staged, out: pb.Staged) -> None:
@@ -292,7 +332,7 @@ _UNPACK: dict[str, Callable[[Any], fr.Body]] = {
     "abort": lambda m: fr.Abort(_cause(m.cause), _readers(m.readers)),
     "abort_ack": lambda m: fr.AbortAck(),
     "failed": lambda m: fr.Failed(_cause(m.cause)),
-    "stage": lambda m: fr.Stage(m.ticket, m.sequence, m.first_page, m.num_pages, _layers(m.layers)),
+    "stage": _stage,
     "staged": lambda m: fr.Staged(m.ticket, m.slot, m.offset, m.nbytes, m.stamp, m.generation),
     "credit": _credit,
     "ping": lambda m: fr.Ping(m.nonce),

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
-
 from pdlink.control.frames import Body
 from pdlink.transfer.descriptors import Int64Array, PullBatch
-from pdlink.transfer.digests import Digests
+from pdlink.transfer.digests import DigestTable
+from pdlink.transfer.packing import Landing
 from pdlink.transfer.planner import PullPlanner
 
 
@@ -30,10 +29,11 @@ class Resubscribe:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pull:
-    """Move `batch`; afterwards compare `digests` (uint64 [rows, pages]) of the destination when there are any.
+    """Move `batch`; afterwards compare `digests` (of `rows` and `pages`) with the destination's when there are any.
 
     `cells` are the (component, layer) of `rows`; `pages` are own pages, for page positions from `first_page` on of what
-    the Ready of `sequence` announced in `generation`.
+    the Ready of `sequence` announced in `generation`. `staged_pieces`: so many pieces of it the owner stages unasked.
+    `landing` says how packed pages become own ones, where they are not whole pages.
     """
 
     worker_id: str
@@ -42,16 +42,13 @@ class Pull:
     group: str
     rows: Int64Array
     pages: Int64Array
-    digests: Digests | None
+    digests: DigestTable | None
     cells: tuple[tuple[str, int], ...]
     sequence: int
     generation: int
     first_page: int
-
-    @property
-    def packing_order(self) -> Int64Array:
-        """Positions in `cells`, in the order in which both sides pack them: by component, then by layer."""
-        return np.array(sorted(range(len(self.cells)), key=self.cells.__getitem__), dtype=np.int64)
+    staged_pieces: int = 0
+    landing: Landing | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from time import perf_counter
 
 import numpy as np
 
-from pdlink.decode.staged_pull import StagingLink, Wire
+from pdlink.decode.staged_pull import Wire
+from pdlink.decode.staging_link import StagingLink
 from pdlink.transfer.descriptors import GroupMove, LayerTable, PageRuns, PullBatch
 from pdlink.transfer.failure import Failure
 from pdlink.transfer.packing import one_range
@@ -18,6 +19,9 @@ from pdlink.transfer.ways import WireCost
 MAX_ROWS = 64
 LEAST_ROWS = 8
 LARGE_BYTES = 4 << 20
+LEAST_S = 500e-6
+"""What takes less says more of the ends of a pull than of its bytes: then more is pulled, where a slot has room."""
+GROWTH = 8
 ROUNDS = 3
 """The quickest counts; the first one pays for what a link does once."""
 
@@ -32,9 +36,13 @@ def measure(link: StagingLink, wire: Wire, worker_id: str, slot: int, row_bytes:
     """The cost of rows of `row_bytes` over this link. `slot` is an own one that the caller holds; quiet afterwards."""
     own, source = link.arena.area, link.source
     nbytes = min(LARGE_BYTES, link.slot_bytes)
-    large_s = _quickest(wire, one_range(worker_id, source, 0, own, slot, nbytes))
-    if isinstance(large_s, Failure):
-        return large_s
+    while True:
+        large_s = _quickest(wire, one_range(worker_id, source, 0, own, slot, nbytes))
+        if isinstance(large_s, Failure):
+            return large_s
+        if large_s >= LEAST_S or nbytes == link.slot_bytes:
+            break
+        nbytes = min(GROWTH * nbytes, link.slot_bytes)
     rows = num_rows(link, row_bytes)
     apart_s = _quickest(wire, _apart(worker_id, source.base_address, own.address(slot), rows, row_bytes))
     if isinstance(apart_s, Failure):

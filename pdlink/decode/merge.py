@@ -11,16 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from pdlink.config import Settings
-from pdlink.control.frames import Abort, Ready, Release, Subscribed
+from pdlink.control.frames import MAX_PUBLICATIONS, Abort, Ready, Release, Subscribed
 from pdlink.decode import failures
 from pdlink.decode.actions import Action, MergePlan, Pull, Resubscribe, Send, StopPulls
 from pdlink.decode.request import ReceiveRequest
-from pdlink.errors import PlanError
+from pdlink.errors import IncompatibleError, PlanError
 from pdlink.transfer.coverage import Coverage
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import cells_in_order
+from pdlink.transfer.digests import DigestKind, cells_in_order
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import RECEIVER_MOVES, ReceiverState, StateCell
+
+PHASES = ("resolve_s", "wait_s", "pull_s", "confirm_s")
+"""Of a receive, in their order."""
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class _Owner:
     heard: float
     asked: float
     subscribed: bool = False
+    begun: bool = False
+    """Its engine has opened the request."""
     gap: bool = False
     """A Ready came before one that is missing."""
     next_sequence: int = 0
@@ -53,7 +58,11 @@ class _Owner:
 class Merge:
     """One request's decisions. `actions` collects what the worker must do next; `drain()` takes it."""
 
-    def __init__(self, request: ReceiveRequest, settings: Settings, now: float) -> None:
+    def __init__(
+        self, request: ReceiveRequest, settings: Settings, now: float, place: Callable[[str], str] = lambda _: ""
+    ) -> None:
+        """`place` says of a silent owner where it was asked and whether it is still registered."""
+        self._place = place
         self.request = request
         self.failure: Failure | None = None
         self.aux: bytes | None = None
@@ -77,6 +86,7 @@ class Merge:
         """When pages last came; None before the first ones."""
         self._goodbye_until = 0.0
         self._ended = now
+        self._entered = {ReceiverState.RESOLVING: now}
 
     @property
     def state(self) -> ReceiverState:
@@ -91,6 +101,30 @@ class Merge:
     def elapsed_s(self) -> float:
         """From open to the end, once the state is final."""
         return self._ended - self._opened
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds in each state but draining, once the state is final; 0 where it was not entered. `wait_s` is from the
+        subscribe to the first page that an owner published, `pull_s` from there to the last byte."""
+        states = (ReceiverState.RESOLVING, ReceiverState.SUBSCRIBED, ReceiverState.PULLING, ReceiverState.CONFIRMING)
+        began = [(name, self._entered.get(state)) for name, state in zip(PHASES, states, strict=True)]
+        drained = self._entered.get(ReceiverState.DRAINING, self._ended)
+        ends = [*(when for _, when in began[1:]), drained]
+        told = {}
+        for index, (name, when) in enumerate(began):
+            end = next((one for one in ends[index:] if one is not None), drained)
+            told[name] = end - when if when is not None else 0.0
+        return told
+
+    def quarantined_pages(self) -> int:
+        """Destination pages that nobody may use before a pull that has gone wrong, or was stopped, is quiet."""
+        if self.state is not ReceiverState.DRAINING:
+            return 0
+        held: dict[str, set[int]] = {}
+        for owner in self._owners.values():
+            for claim in owner.pulling.values():
+                held.setdefault(claim.group, set()).update(range(claim.start, claim.stop))
+        return sum(map(len, held.values()))
 
     def drain(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -132,7 +166,7 @@ class Merge:
         owner = self._hear(worker_id, now)
         if owner is None or self.state.is_final:
             return
-        owner.subscribed = True
+        owner.subscribed, owner.begun = True, owner.begun or body.is_open
         self.on_incarnation(worker_id, body.incarnation, now)
 
     def on_incarnation(self, worker_id: str, incarnation: int, now: float) -> None:
@@ -155,8 +189,12 @@ class Merge:
         if body.sequence != owner.next_sequence:
             owner.gap = owner.gap or body.sequence > owner.next_sequence
             return
+        if body.sequence >= MAX_PUBLICATIONS:
+            text = f"{worker_id} publishes more than {MAX_PUBLICATIONS} times"
+            self.fail(Failure(FailureReason.LIMIT, text, worker_id, fix="publish more pages at a time"), now)
+            return
         owner.next_sequence += 1
-        owner.subscribed, owner.gap = True, False
+        owner.subscribed, owner.begun, owner.gap = True, True, False
         owner.pulled[body.sequence] = body.generation
         self._progress = now
         if self.state is ReceiverState.SUBSCRIBED:
@@ -165,6 +203,9 @@ class Merge:
             self._claim(worker_id, owner, body)
         except PlanError as error:
             self.fail(Failure(FailureReason.PLAN, str(error), worker_id), now)
+            return
+        except IncompatibleError as error:
+            self.fail(Failure.incompatible(error.mismatches, worker_id), now)
             return
         if body.last:
             self._on_last(worker_id, owner, body, now)
@@ -188,10 +229,25 @@ class Merge:
         """A pull has gone wrong and is not quiet yet: the others stop, and its end is still to be waited for."""
         self.fail(failure.at(self.state, worker_id), now)
 
+    def on_puller_over(self, worker_id: str, now: float) -> None:
+        """Nothing that was pulled from an owner can land any more. What was not reported of it never will be."""
+        owner = self._owners.get(worker_id)
+        if owner and owner.pulling:
+            owner.pulling.clear()
+            text = f"pulls from {worker_id} ended and were never reported"
+            self.fail(Failure(FailureReason.INTERNAL, text, worker_id, fix=failures.RESTART), now)
+            self._end_when_drained(now)
+
+    def pulling(self) -> list[str]:
+        """Owners from which bytes may still land."""
+        return [worker_id for worker_id, owner in self._owners.items() if owner.pulling]
+
     def on_verdict(self, worker_id: str, unchanged: bool, cause: Failure | None, now: float) -> None:
         owner = self._hear(worker_id, now)
         if owner is None or self.state in (ReceiverState.SUBSCRIBED, ReceiverState.PULLING):
             return  # nothing has been released yet, so this answers nothing
+        if owner.unchanged:
+            return  # it has vouched; what it says of a repeat, which may come after it has forgotten, changes nothing
         owner.over = True
         self._end_when_drained(now)
         if self.state is not ReceiverState.CONFIRMING:
@@ -223,11 +279,15 @@ class Merge:
             return
         self.failure = failure.at(self.state)
         self._enter(ReceiverState.DRAINING, now)
-        busy = tuple(worker_id for worker_id, owner in self._owners.items() if owner.pulling)
-        if busy:
-            self._actions.append(StopPulls(busy))
+        if busy := self.pulling():
+            self._actions.append(StopPulls(tuple(busy)))
         self._repeat_abort(now, first=True)
         self._end_when_drained(now)
+
+    def excuse(self, seconds: float) -> None:
+        """This process stood still for so long: what it did not hear meanwhile was no silence."""
+        for owner in self._owners.values():
+            owner.heard += seconds
 
     def tick(self, now: float) -> None:
         """Repeat what is unanswered, and end waits that took too long."""
@@ -253,7 +313,7 @@ class Merge:
 
     def _enter(self, state: ReceiverState, now: float) -> None:
         self._state.advance(state)
-        self._since = self._ended = now
+        self._since = self._ended = self._entered[state] = now
 
     def _claim(self, worker_id: str, owner: _Owner, body: Ready) -> None:
         """Turn the part of a Ready that was asked for into a pull."""
@@ -265,25 +325,33 @@ class Merge:
         stop = min(body.start_page + len(body.page_ids), first + self.request.num_pages.get(body.group, 0))
         if not len(rows) or start >= stop:
             return
+        if self._settings.verify_digests and planner.groups[body.group].landing(rows) is not None:
+            raise PlanError("digests are of whole pages, and pages of this side are made of parts of them")
         if body.digests is None and self._settings.verify_digests:
             raise PlanError(
                 f"{worker_id} sends no digests and this side verifies them; set PDLINK_VERIFY_DIGESTS alike on both"
             )
+        if body.digests and not DigestKind.named(body.digests.kind):
+            raise IncompatibleError([failures.unknown_digests(body.digests.kind)], worker_id)
         self._coverage.claim(body.group, rows, start - first, stop - first)
         cut = slice(start - body.start_page, stop - body.start_page)
-        target = self.request.pages[body.group][start - first : stop - first]
-        batch = planner.pull(worker_id, body.group, rows, body.page_ids[cut], target)
+        target = self.request.targets(body.group, start, stop)
+        batch = planner.pull(worker_id, body.group, rows, body.page_ids[cut], target, start)
         self._tickets += 1
         owner.pulling[self._tickets] = _Claim(body.group, rows, start - first, stop - first)
         self.num_bytes[worker_id] = self.num_bytes.get(worker_id, 0) + batch.nbytes
         self.num_descriptors += batch.num_descriptors
-        named = planner.groups[body.group].cells
-        cells = tuple(named[row] for row in rows.tolist())
+        plan = planner.groups[body.group]
+        cells = tuple(plan.cells[row] for row in rows.tolist())
+        landing = plan.landing(rows)
         digests = None
-        if body.digests is not None:
+        if body.digests is not None and landing is None:
             order = {cell: row for row, cell in enumerate(cells_in_order(body.layers))}
-            digests = body.digests[[order[cell] for cell in cells], cut]
-        said = (cells, body.sequence, body.generation, start)
+            digests = body.digests.part([order[cell] for cell in cells], cut)
+        is_whole = stop - start == len(body.page_ids) and len(rows) == sum(len(ids) for ids in body.layers.values())
+        is_whole = is_whole and landing is None
+        # Staged unasked are pieces of all that was announced. Of a part of it they are of no use, and go back.
+        said = (cells, body.sequence, body.generation, start, body.staged_pieces if is_whole else 0, landing)
         self._actions.append(Pull(worker_id, self._tickets, batch, body.group, rows, target, digests, *said))
 
     def _on_last(self, worker_id: str, owner: _Owner, body: Ready, now: float) -> None:
@@ -359,14 +427,19 @@ class Merge:
                 )
                 return
             if now - owner.heard > settings.liveness_timeout_s:
-                self.fail(failures.silent(worker_id, settings.liveness_timeout_s), now)
+                self.fail(failures.silent(worker_id, settings.liveness_timeout_s, self._place(worker_id)), now)
                 return
+        if self._progress is None and now - self._asked > settings.first_page_timeout_s:
+            begun = {worker_id: owner.begun for worker_id, owner in self._owners.items()}
+            self.fail(failures.nothing_published(begun, settings.first_page_timeout_s), now)
+            return
         if self._progress is not None and now - self._progress > settings.progress_timeout_s:
             self.fail(self._overdue("the next page", settings.progress_timeout_s, "PROGRESS"), now)
             return
+        keepalive_s = min(settings.keepalive_interval_s, settings.liveness_timeout_s / 3)
         for worker_id, owner in self._owners.items():
             answered = owner.subscribed and not owner.gap
-            interval = settings.keepalive_interval_s if answered else settings.resend_interval_s
+            interval = keepalive_s if answered else settings.resend_interval_s
             if now - owner.asked >= interval:
                 owner.asked = now
                 self._actions.append(Resubscribe(worker_id, owner.next_sequence))
@@ -380,8 +453,21 @@ class Merge:
 
     def _overdue(self, what: str, waited_s: float, setting: str, worker_id: str = "") -> Failure:
         confirming = self.state is ReceiverState.CONFIRMING
-        late = [name for name, one in self._owners.items() if not (one.unchanged if confirming else one.last)]
-        name = f"PDLINK_{setting}_TIMEOUT_S"
-        return failures.timed_out(
-            what, waited_s, name, worker_id or (late[0] if late else ""), failures.waiting_for(late)
-        )
+        late = {name: one for name, one in self._owners.items() if not (one.unchanged if confirming else one.last)}
+        # Those that have published nothing at all come first: there it is stuck.
+        silent = set() if confirming else {name for name, one in late.items() if not one.next_sequence}
+        names = sorted(late, key=lambda name: name not in silent)
+        told = [f"{name} (nothing published)" if name in silent else name for name in names]
+        named = f"PDLINK_{setting}_TIMEOUT_S"
+        detail = failures.waiting_for(told)
+        if worker_id and not self._owners[worker_id].subscribed and (place := self._place(worker_id)):
+            detail = f"{detail}; {worker_id} {place}"
+        return failures.timed_out(what, waited_s, named, worker_id or (names[0] if names else ""), detail)
+
+    def waits_for(self) -> list[str]:
+        """Owners of which something is still to come in this state, for whoever asks why it is not over."""
+        if self.state is ReceiverState.DRAINING:
+            return [name for name, one in self._owners.items() if one.pulling or not one.over]
+        if self.state is ReceiverState.CONFIRMING:
+            return [name for name, one in self._owners.items() if not one.unchanged]
+        return [name for name, one in self._owners.items() if one.pulling or not one.last]

@@ -14,41 +14,45 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
-from pdlink.backends.registry import Choice, choose
+from pdlink.backends.base import Backend
 from pdlink.bootstrap.messages import RankInfo
 from pdlink.config import Settings
-from pdlink.control.frames import Body
+from pdlink.control.frames import Credit
+from pdlink.control.loop import PART
 from pdlink.decode.actions import Pull
+from pdlink.decode.failures import RESTART, wrong_page
+from pdlink.decode.rank_wire import JobWire, RankWire
+from pdlink.decode.stage_inbox import Send
 from pdlink.decode.staged_pull import StagedPull
 from pdlink.decode.way_picker import WayPicker
-from pdlink.errors import BackendError, PeerGone, RegionError
+from pdlink.errors import BackendError, LimitReached, PeerGone
+from pdlink.events import Events
 from pdlink.layout.regions import Region
-from pdlink.transfer.descriptors import PullBatch
-from pdlink.transfer.digests import first_difference, page_digests
+from pdlink.threads import Death, OnDeath, SupervisedThread
+from pdlink.transfer.ahead import Ahead, ahead_ticket
+from pdlink.transfer.digests import Digester, DigestKind, first_difference, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.timings import PullTimings
 from pdlink.transfer.ways import Way
 
 log = logging.getLogger("pdlink.decode")
 
-IDLE_SLEEP_S = 50e-6
-SETTLE_SLEEP_S = 1e-3
-FENCE_RETRY_S = 1.0
 INLINE_BYTES = 256 << 10
 """Up to here a pull may run on the control loop; copying it takes less than 0.1 ms."""
 
-CallSoon: TypeAlias = Callable[[Callable[[], None]], None]
+CallSoon: TypeAlias = Callable[[Callable[[], None]], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullJob:
     """A pull to make, of the attempt `key` (transfer id, attempt). `stop` is set when its request is draining.
 
-    `send` takes frames about the request to its owner.
+    `send` takes frames about the request to its owner. `ahead` is what the owner stages of it unasked.
 
     On the thread that pulls, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
     it is quiet.
@@ -60,7 +64,13 @@ class PullJob:
     failing: Callable[[Failure], None]
     done: Callable[[Failure | None], None]
     key: tuple[str, int]
-    send: Callable[[Body], None]
+    send: Send
+    ahead: Ahead | None = None
+
+    def tickets_ahead(self) -> list[int]:
+        """The tickets of what is staged unasked."""
+        num_pieces = self.ahead.num_pieces if self.ahead else 0
+        return [ahead_ticket(self.pull.sequence, index) for index in range(num_pieces)]
 
 
 @dataclass(slots=True)
@@ -75,81 +85,170 @@ class PullStats:
 
 
 class Puller:
-    """One thread, one prefill rank. It connects on the first job; `close` twice is fine.
+    """One thread, one prefill rank. It starts and connects with the first job; `stop` twice is fine.
 
-    `call_soon` runs a call on the control loop's thread.
+    `call_soon` runs a call on the control loop's thread, or says that it will not. When the thread dies, its jobs fail
+    once they are quiet, those that come later at once, and `on_death` is told.
     """
 
     def __init__(
-        self, rank: RankInfo, backends: Mapping[str, Backend], settings: Settings, call_soon: CallSoon, ways: WayPicker
+        self,
+        rank: RankInfo,
+        backends: Mapping[str, Backend],
+        settings: Settings,
+        call_soon: CallSoon,
+        ways: WayPicker,
+        events: Events,
+        owner: str = "decode",
+        on_death: OnDeath | None = None,
+        digest: Digester = page_digests,
     ) -> None:
+        """`owner` is the part of the process that the thread belongs to; `digest` is used on it."""
         self.rank = rank
         self.ways = ways
         self.stats = PullStats()
-        self._backends = backends
-        self._settle_timeout_s = settings.drain_timeout_s
+        self._events = events
         self._call_soon = call_soon
         self._turn = threading.Lock()
         """Held by the thread that uses the backend: one at a time for a peer."""
         self._idle = threading.Condition()
         self._num_inline = 0
+        self._handed: dict[PullJob, None] = {}
+        """Left to the thread and not reported yet, the oldest first."""
+        self._owed: Credit | None = None
+        """Slots of the owner that the newest pull has read and not given back yet."""
         self._ended = False
         self._jobs: queue.SimpleQueue[PullJob | None] = queue.SimpleQueue()
         self._tickets = itertools.count(1)
-        self._choice: Choice | None = None
-        self._thread = threading.Thread(target=self._run, name=f"pdlink-pull-{rank.worker_id}", daemon=True)
-        self._thread.start()
+        self._digest = digest
+        self._wire = RankWire(rank, backends, settings.drain_timeout_s)
+        self._owner = owner
+        self._told_of_death = on_death
+        self._thread = SupervisedThread(
+            self._run,
+            f"pdlink-pull-{rank.worker_id}",
+            owner,
+            events=events,
+            on_death=self._die,
+            at_end=self._let_go,
+            was_asked=lambda: self._ended,
+        )
 
     @property
-    def is_alive(self) -> bool:
-        return self._thread.is_alive()
+    def is_idle(self) -> bool:
+        """Whether a pull that came now would begin at once."""
+        return not self._handed
+
+    @property
+    def num_under_way(self) -> int:
+        """Pulls that were handed in and not reported yet."""
+        return len(self._handed) + self._num_inline
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection over a transport, which the first pull makes."""
+        return self._wire.choice is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it can land any more: its thread has ended, the wire was let go of, and the control loop
+        has none of its pulls."""
+        return self._ended and not self._thread.is_alive and self._num_inline == 0
+
+    @property
+    def death(self) -> Death | None:
+        """How the thread ended, where nobody asked it to."""
+        return self._thread.death
 
     def submit(self, job: PullJob) -> None:
         if self._is_small(job):
             with self._idle:
                 self._num_inline += 1
-            self._call_soon(partial(self._run_inline, job))
-        elif not self._enqueue(job):
-            self._report(job, Failure(FailureReason.ABORTED, "the link is closed", self.rank.worker_id))
+            # It is not staged, and an answer that comes before it runs goes back: none may be expected after that.
+            if self._call_soon(partial(self._run_inline, replace(job, ahead=None))):
+                return
+            self._end_inline()
+        if failure := self._enqueue(job):
+            self._report(job, failure)
 
     def stop(self) -> None:
         """End after the jobs that are queued; returns at once. Callers stop their requests first."""
+        with self._idle:
+            if not self._thread.has_started:
+                self._ended = True
         self._jobs.put(None)
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end after `stop`, that of pulls on the control loop included; whether it has come."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
         with self._idle:
             quiet = self._idle.wait_for(lambda: self._num_inline == 0, timeout_s)
-        return quiet and not self._thread.is_alive()
+        return quiet and not self._thread.is_alive
 
-    def _enqueue(self, job: PullJob) -> bool:
-        """Leave a job to the thread; False when that has ended."""
+    def _enqueue(self, job: PullJob) -> Failure | None:
+        """Leave a job to the thread, or say why there is none."""
         with self._idle:
-            if not self._ended:
-                self._jobs.put(job)
-            return not self._ended
+            if self._ended:
+                return self._no_thread()
+            if not self._thread.has_started:
+                try:
+                    self._thread.start()
+                except LimitReached as error:
+                    return Failure(FailureReason.LIMIT, str(error), self.rank.worker_id)
+            # Slots of the owner are kept for a pull that begins now. One that waits its turn must hold none: those in
+            # front of it may wait for them. Their answers are not expected then, and go back as they come.
+            handed = replace(job, ahead=None) if self._handed else job
+            for ticket in handed.tickets_ahead():
+                self.ways.inbox.expect(job.key, ticket)
+            self._handed[handed] = None
+            self._jobs.put(handed)
+            return None
+
+    def _no_thread(self) -> Failure:
+        if self.death:
+            return Failure(FailureReason.INTERNAL, self.death.text, self.rank.worker_id, fix=RESTART)
+        return Failure(FailureReason.ABORTED, "the link is closed", self.rank.worker_id)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._run_job(job)
+            self._run_queued(job)
         with self._idle:
             self._ended = True
         while not self._jobs.empty():  # what came from the control loop while this thread was told to end
             if job := self._jobs.get():
-                self._run_job(job)
-        with self._turn:
-            if self._choice:
-                self._choice.backend.disconnect(self._peer(self._choice.backend))
+                self._run_queued(job)
 
-    def _run_job(self, job: PullJob) -> None:
+    def _let_go(self) -> None:
+        with self._turn, ExitStack() as stack:
+            stack.callback(self._wire.disconnect)
+            stack.callback(self.ways.close)
+
+    def _die(self, death: Death) -> None:
+        """Fail what was handed to the thread, wherever it was when that died. It is quiet: nothing leaves `_outcome`
+        before that, whatever was raised."""
+        with self._idle:
+            self._ended = True
+            jobs, self._handed = list(self._handed), {}
+        for job in jobs:
+            self._report(job, self._no_thread())  # first, so that nothing below keeps it from anybody
+        if self._told_of_death:
+            self._told_of_death(death)
+        for job in jobs:
+            self.ways.inbox.give_back(job.key, job.tickets_ahead(), job.send)
+
+    def _run_queued(self, job: PullJob) -> None:
         with self._turn:
             failure = self._outcome(job)
+        self.ways.inbox.give_back(job.key, job.tickets_ahead(), job.send)
+        with self._idle:
+            del self._handed[job]
         self._report(job, failure)
+        if self._owed:  # after the report, which somebody waits for
+            job.send(self._owed)
+            self._owed = None
 
     def _is_small(self, job: PullJob) -> bool:
-        choice = self._choice
+        choice = self._wire.choice
         return (
             choice is not None
             and not self.ways.may_stage(job.pull, choice.backend)
@@ -160,19 +259,29 @@ class Puller:
 
     def _run_inline(self, job: PullJob) -> None:
         """On the control loop: pull now, unless the thread is at work for this peer; then it waits its turn there."""
+        failure: Failure | None = None
+        is_over = True
         try:
             if self._turn.acquire(blocking=False):
                 try:
                     failure = self._outcome(job)
                 finally:
                     self._turn.release()
-                self._report(job, failure)
-            elif not self._enqueue(job):
-                self._run_job(job)
+            else:
+                failure = self._enqueue(job)
+                is_over = failure is not None
+        except BaseException as error:  # the loop's thread ends with it
+            failure = self._cause(error)
+            raise
         finally:
-            with self._idle:
-                self._num_inline -= 1
-                self._idle.notify_all()
+            if is_over:
+                self._report(job, failure)
+            self._end_inline()
+
+    def _end_inline(self) -> None:
+        with self._idle:
+            self._num_inline -= 1
+            self._idle.notify_all()
 
     def _outcome(self, job: PullJob) -> Failure | None:
         try:
@@ -192,131 +301,91 @@ class Puller:
             return Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id)
         if not job.pull.batch.moves:
             return None
-        started = time.monotonic()
+        timings, started = PullTimings(), time.perf_counter()
         try:
-            failure = self._move(job)
+            failure = self._move(job, timings)
         except BackendError as error:
-            return self._cause(error)
+            failure = self._cause(error)
+            self._tell(job, timings, time.perf_counter() - started, 0, failure)
+            return failure
         self.stats.num_pulls += 1
         self.stats.num_bytes += job.pull.batch.nbytes
-        self.stats.busy_s += time.monotonic() - started
-        return failure or self._verify(job)
+        took_s = time.perf_counter() - started
+        self.stats.busy_s += took_s
+        num_bytes = 0 if failure else job.pull.batch.nbytes
+        failure = failure or self._verify(job, timings)
+        self._tell(job, timings, took_s, num_bytes, failure)
+        return failure
 
-    def _move(self, job: PullJob) -> Failure | None:
-        backend = self._connected()
-        wire = _JobWire(self, backend, job)
-        if failure := self.ways.calibrate(job.pull, backend, wire):
+    def _move(self, job: PullJob, timings: PullTimings) -> Failure | None:
+        choice = self._wire.connected()
+        backend = choice.backend
+        self.stats.backend, self.stats.rejected = backend.name, choice.rejected
+        used = (self._wire, backend, job.stop, job.failing, self._cause)
+        if failure := self.ways.calibrate(job.pull, backend, JobWire(*used, PullTimings())):
             return failure
+        wire = JobWire(*used, timings)
         if self.ways.pick(job.pull, backend).way is not Way.STAGED:
             return wire.finish(wire.start(job.pull.batch))
         assert self.ways.staging is not None
-        return StagedPull(self.ways.staging, job.pull, job.key, self._tickets, job.send, job.stop.is_set, wire).run()
-
-    def _finish(self, backend: Backend, handle: PullHandle, job: PullJob) -> Failure | None:
-        """Wait for the end of a posted pull; it is quiet then, also when this raises."""
-        try:
-            while (status := backend.poll(handle)) is PullStatus.PENDING and not job.stop.is_set():
-                if not backend.capabilities.works_in_poll:
-                    time.sleep(IDLE_SLEEP_S)
-        except Exception as error:  # whatever it is, it promises nothing about what may still land
-            job.failing(self._cause(error))
-            self._quieten(backend, handle)
-            raise
-        if status is PullStatus.DONE:
-            return None
-        if status is PullStatus.FAILED:
-            failure = self._cause(handle.error or BackendError(f"backend {backend.name} gives no reason"))
-            job.failing(failure)
-        else:
-            failure = Failure(FailureReason.ABORTED, "stopped by the request", self.rank.worker_id)
-        self._quieten(backend, handle)
+        calls = (job.send, job.stop.is_set, wire)
+        rest = (timings, self.ways.copier(), job.ahead)
+        pull = StagedPull(self.ways.staging, job.pull, job.key, self._tickets, *calls, *rest)
+        failure = pull.run()
+        self._owed = pull.owed
         return failure
 
-    def _cause(self, error: Exception) -> Failure:
+    def _tell(self, job: PullJob, timings: PullTimings, took_s: float, num_bytes: int, failure: Failure | None) -> None:
+        """The end of a pull, to whoever listens. `num_bytes` have landed; `num_cells` are pages x layers, and
+        `num_descriptors` what they were merged into for the direct way. `took_s` is without `verify_s`."""
+        pull = job.pull
+        self._events.emit(
+            "pull.end",
+            transfer_id=job.key[0],
+            attempt=job.key[1],
+            worker_id=self.rank.worker_id,
+            backend=self.stats.backend,
+            way=self.ways.last.way.value if self.ways.last else "",
+            reason=failure.reason.value if failure else "",
+            num_bytes=num_bytes,
+            num_cells=len(pull.rows) * len(pull.pages),
+            num_descriptors=pull.batch.num_descriptors,
+            num_posted=timings.num_posted,
+            took_s=took_s,
+            prep_s=timings.prep_s,
+            post_s=timings.post_s,
+            pack_s=timings.pack_s,
+            wire_s=timings.wire_s,
+            unpack_s=timings.unpack_s,
+            head_s=timings.head_s,
+            tail_s=timings.tail_s,
+            verify_s=timings.verify_s,
+        )
+
+    def _cause(self, error: BaseException) -> Failure:
+        if not isinstance(error, Exception):  # it ends the thread, which is what the request must hear
+            on_loop = not self._thread.is_current
+            name, owner = (threading.current_thread().name, PART) if on_loop else (self._thread.name, self._owner)
+            return Failure(FailureReason.INTERNAL, Death(name, owner, error).text, self.rank.worker_id, fix=RESTART)
         if not isinstance(error, BackendError):
             text = f"{type(error).__name__}: {error}"
             return Failure(FailureReason.INTERNAL, text, self.rank.worker_id)
         reason = FailureReason.PEER_GONE if isinstance(error, PeerGone) else FailureReason.BACKEND
         return Failure(reason, str(error), self.rank.worker_id)
 
-    def _submit(self, backend: Backend, batch: PullBatch) -> PullHandle:
-        """Post a pull. A link that another puller of this process has taken down is made again, once."""
-        try:
-            return backend.submit(batch)
-        except PeerGone:
-            backend.connect(self._peer(backend))
-            return backend.submit(batch)
-        except RegionError:  # found before a byte was posted
-            raise
-        except Exception:
-            self._fence(backend)
-            raise
-
-    def _quieten(self, backend: Backend, handle: PullHandle) -> None:
-        """Return only when nothing of the pull can land any more: settle, else fence the peer."""
-        give_up = time.monotonic() + self._settle_timeout_s
-        try:
-            while backend.settle(handle) is Settled.NOT_QUIET:
-                if time.monotonic() >= give_up:
-                    self._fence(backend)
-                    return
-                time.sleep(SETTLE_SLEEP_S)
-        except Exception:  # an answer that does not come is not a quiet one
-            log.exception("backend %s cannot settle a pull from %s", backend.name, self.rank.worker_id)
-            self._fence(backend)
-
-    def _fence(self, backend: Backend) -> None:
-        """Break the link. Where even that fails, the pages stay in use until it does not."""
-        while True:
-            try:
-                broken = backend.fence(self._peer(backend))
-            except Exception:
-                log.exception("backend %s cannot fence %s; trying again", backend.name, self.rank.worker_id)
-                time.sleep(FENCE_RETRY_S)
-                continue
-            log.warning("fenced %s to make a pull quiet", ", ".join(broken))
-            self._choice = None
-            return
-
-    def _connected(self) -> Backend:
-        if self._choice is None:
-            self._choice = choose(
-                self._backends, self.rank.worker_id, self.rank.incarnation, dict(self.rank.transports)
-            )
-            self.stats.backend, self.stats.rejected = self._choice.backend.name, self._choice.rejected
-        return self._choice.backend
-
-    def _peer(self, backend: Backend) -> Peer:
-        return Peer(self.rank.worker_id, self.rank.incarnation, self.rank.transports[backend.name])
-
-    def _verify(self, job: PullJob) -> Failure | None:
-        if job.pull.digests is None:
+    def _verify(self, job: PullJob, timings: PullTimings) -> Failure | None:
+        told = job.pull.digests
+        if told is None:
             return None
-        wrong = first_difference(page_digests(job.regions, job.pull.pages), job.pull.digests)
+        began = time.perf_counter()
+        try:
+            found = self._digest(DigestKind(told.kind), job.regions, job.pull.pages)
+        except BackendError as error:
+            return self._cause(error)
+        finally:
+            timings.verify_s = time.perf_counter() - began
+        wrong = first_difference(found, told.values)
         if wrong is None:
             return None
         region, page = job.regions[wrong[0]], int(job.pull.pages[wrong[1]])
-        text = (
-            f"digest of {region.component!r} layer {region.layer}, page {page} differs from what {self.rank.worker_id} "
-            "published"
-        )
-        fix = "look for an engine that writes published pages, or for a faulty link"
-        return Failure(FailureReason.DIGEST, text, self.rank.worker_id, fix=fix)
-
-
-@dataclass(frozen=True, slots=True)
-class _JobWire:
-    """The puller's backend as the pieces of one staged pull use it."""
-
-    puller: Puller
-    backend: Backend
-    job: PullJob
-
-    def start(self, batch: PullBatch) -> PullHandle:
-        return self.puller._submit(self.backend, batch)
-
-    def finish(self, handle: PullHandle) -> Failure | None:
-        return self.puller._finish(self.backend, handle, self.job)
-
-    def drop(self, handle: PullHandle) -> None:
-        self.puller._quieten(self.backend, handle)
+        return wrong_page(self.rank.worker_id, region, page, told.kind, int(found[wrong]), int(told.values[wrong]))

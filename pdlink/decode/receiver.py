@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pdlink.errors import DeadlineExceeded, TransferFailed
@@ -45,15 +45,24 @@ class ReceiveResult:
 class Receiver:
     """One request. Any thread may use it; callbacks run on pdlink's I/O thread, hold no lock, and must be quick."""
 
-    def __init__(self, transfer_id: str, attempt: int, abort: Callable[[Receiver, str], None]) -> None:
+    def __init__(
+        self,
+        transfer_id: str,
+        attempt: int,
+        abort: Callable[[Receiver, str], None],
+        waits_for: Callable[[Receiver], Sequence[str]] = lambda _: (),
+    ) -> None:
+        """`waits_for` names the owners that are not through."""
         self.transfer_id = transfer_id
         self.attempt = attempt
         self.failure: Failure | None = None
         self._abort = abort
+        self._waits_for = waits_for
         self._state = ReceiverState.RESOLVING
         self._result: ReceiveResult | None = None
         self._ended = threading.Event()
         self._callbacks: list[Callable[[Receiver], None]] = []
+        self._changed: Callable[[Receiver], None] | None = None
         self._lock = threading.Lock()
         self._seen = ReceiverState.RESOLVING
 
@@ -85,8 +94,14 @@ class Receiver:
         Raises `TransferFailed` with the first cause, or `DeadlineExceeded` while the transfer goes on.
         """
         if not self._ended.wait(timeout_s):
-            raise DeadlineExceeded(f"transfer {self.transfer_id!r} is {self._state} after {timeout_s:g} s")
+            late = ", ".join(self.waits_for())
+            on_whom = f", waiting for {late}" if late else ""
+            raise DeadlineExceeded(f"transfer {self.transfer_id!r} is {self._state} after {timeout_s:g} s{on_whom}")
         return self.result()
+
+    def waits_for(self) -> list[str]:
+        """The owners that are not through, by their worker ids."""
+        return list(self._waits_for(self))
 
     def result(self) -> ReceiveResult:
         """What came, once the state is DONE. Raises `TransferFailed` otherwise."""
@@ -106,6 +121,13 @@ class Receiver:
                 return
         callback(self)
 
+    def watch(self, changed: Callable[[Receiver], None]) -> None:
+        """Call `changed(self)` now, and at each change of state from now on. By one caller. It runs on whichever thread
+        brings the change, under locks of pdlink: it must be quick, not raise, and call nothing here but properties."""
+        with self._lock:
+            self._changed = changed
+            changed(self)
+
     # --- called by the worker -----------------------------------------------------------------------
 
     def update(self, state: ReceiverState, failure: Failure | None, result: ReceiveResult | None) -> None:
@@ -113,9 +135,11 @@ class Receiver:
         self.failure = failure
         self._result = result
         self._state = state
-        if state.is_final:
-            with self._lock:
+        with self._lock:
+            if state.is_final:
                 self._ended.set()
+            if self._changed:
+                self._changed(self)
 
     def call_back(self) -> None:
         """Run the callbacks of an ended request. The caller holds no lock: they are the engine's and may call in."""

@@ -1,10 +1,18 @@
-"""Owns the answers that a puller waits for: which tickets it has asked its owner to stage, and what came. No I/O."""
+"""Owns the answers that a puller waits for: which tickets it has asked its owner to stage, and what came."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
-from pdlink.control.frames import Staged
+from pdlink.control.frames import Body, Credit, Staged
+
+
+class Send(Protocol):
+    """Sends frames about one request to its owner, together."""
+
+    def __call__(self, *bodies: Body) -> None: ...
 
 
 class StageInbox:
@@ -30,13 +38,23 @@ class StageInbox:
                 self._came.notify_all()
             return True
 
-    def take(self, key: tuple[str, int], ticket: int, timeout_s: float) -> Staged | None:
-        """The answer, waiting for it up to `timeout_s`; it stays here until `forget`."""
-        with self._came:
-            self._came.wait_for(lambda: self._answers.get((*key, ticket)) is not None, timeout_s)
-            return self._answers.get((*key, ticket))
+    def look(self, key: tuple[str, int], ticket: int) -> Staged | None:
+        """The answer if it has come; it stays here until `forget`. Takes no lock: one look at a dict needs none."""
+        return self._answers.get((*key, ticket))
 
-    def forget(self, key: tuple[str, int], ticket: int) -> None:
-        """Its slot is not read any more: an answer that comes now is none of ours."""
+    def wait(self, key: tuple[str, int], tickets: Collection[int], timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for an answer to any of these; whether there is one."""
+        places = [(*key, ticket) for ticket in tickets]
         with self._came:
-            self._answers.pop((*key, ticket), None)
+            return self._came.wait_for(lambda: any(self._answers.get(one) for one in places), timeout_s)
+
+    def forget(self, key: tuple[str, int], ticket: int) -> Staged | None:
+        """Its slot is not read any more: an answer that comes now is none of ours. Returns the one that was here."""
+        with self._came:
+            return self._answers.pop((*key, ticket), None)
+
+    def give_back(self, key: tuple[str, int], tickets: Iterable[int], send: Send) -> None:
+        """Forget tickets, and give back the slots of those that were answered."""
+        found = [answer for ticket in tickets if (answer := self.forget(key, ticket))]
+        if found:
+            send(Credit(tuple(one.slot for one in found), tuple(one.stamp for one in found)))

@@ -1,36 +1,42 @@
 """Owns one pull by the staged way, piece by piece: own slot, then the owner's, one large range, the pages out of it.
 
-It runs on the thread of the owner's puller. While one piece is on the wire or unpacked, the owner packs the next one.
-Slots are taken in one order, own ones first, and a pull that holds a slot never waits for another own one, so that no
-two requests can wait for each other.
+It runs on the thread of the owner's puller. Several pieces are under way at once, each at a stage of its own, so that
+the owner packs one while another is on the wire and a third is unpacked. Slots are taken in one order, own ones first:
+a pull asks for nothing before it holds an own slot, keeps one while a piece is still to come, and never waits for
+another. What it has asked for thus always has a slot to come to, and no two requests can wait for each other.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from pdlink.backends.base import PullHandle
-from pdlink.backends.host_copy import copy
-from pdlink.backends.staging import Arena
-from pdlink.config import Settings
-from pdlink.control.frames import Body, Credit, Stage, Staged
+from pdlink.backends.base import PullHandle, PullStatus
+from pdlink.backends.copiers import Copier, Copying, Prepared
+from pdlink.backends.naps import sharpen
+from pdlink.control.frames import Credit, Stage, Staged
+from pdlink.decode import failures
 from pdlink.decode.actions import Pull
-from pdlink.decode.stage_inbox import StageInbox
-from pdlink.layout.staging import StagingArea
-from pdlink.transfer.descriptors import PullBatch
+from pdlink.decode.owner_slots import OwnerSlots
+from pdlink.decode.stage_inbox import Send
+from pdlink.decode.staging_link import StagingLink
+from pdlink.errors import BackendError
+from pdlink.transfer.ahead import Ahead, ahead_ticket, is_ahead
+from pdlink.transfer.descriptors import PageRuns, PullBatch
 from pdlink.transfer.failure import Failure, FailureReason
-from pdlink.transfer.packing import PageTable, Piece, cut, one_range, unpack
+from pdlink.transfer.packing import Piece, unpack, unpack_runs
+from pdlink.transfer.timings import PullTimings
 
-DEPTH = 2
-"""Slots that one pull holds at most, on either side."""
-PIECES = 4
-"""Into about so many pieces a pull is cut, so that packing, wire and unpacking overlap."""
-LEAST_PIECE_BYTES = 1 << 20
+log = logging.getLogger("pdlink.decode")
+
+MAX_POSTED = 2
+"""Pieces of one pull on the wire: the next one waits there when one ends."""
 LOOK_S = 0.02
+COPY_NAP_S = 20e-6
 ANSWER_SLACK_S = 1.0
 """The owner's own deadline comes first: it can say what it waited for."""
 
@@ -42,6 +48,12 @@ class Wire(Protocol):
 
     def start(self, batch: PullBatch) -> PullHandle: ...
 
+    def look(self, handle: PullHandle) -> PullStatus | Failure:
+        """Advance a pull: PENDING, DONE, or what went wrong. Unless PENDING it is quiet then, also when this raises."""
+
+    def nap(self) -> None:
+        """Let a moment pass, where looking again at once could not help."""
+
     def finish(self, handle: PullHandle) -> Outcome:
         """Wait for the end of a pull; it is quiet then, also when this raises."""
 
@@ -49,41 +61,26 @@ class Wire(Protocol):
         """Make a pull quiet without waiting for its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class StagingLink:
-    """What staged pulls from one owner need: both areas, and where its answers come in."""
-
-    arena: Arena
-    source: StagingArea
-    inbox: StageInbox
-    settings: Settings
-
-    @property
-    def slot_bytes(self) -> int:
-        """What a piece may have: it must fit a slot on both sides."""
-        return min(self.arena.area.slot_bytes, self.source.slot_bytes)
-
-    def pieces(self, pull: Pull) -> list[Piece]:
-        """The cut of a pull. Raises `PlanError` where a page does not fit a slot."""
-        (move,) = pull.batch.moves
-        aim = max(LEAST_PIECE_BYTES, -(-move.nbytes // PIECES))
-        largest = int(move.layers.page_bytes.max())
-        page_bytes = move.layers.page_bytes[pull.packing_order]
-        return cut(page_bytes, len(pull.pages), min(max(aim, largest), self.slot_bytes))
-
-
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A piece that the owner was asked for, and the own slot that it will come to."""
+    """A piece that the owner was asked for.
 
+    `answer`: it is packed. `slot`: the own one that it comes to. `handle`: it is on the wire. `landed`: it is in the
+    own slot, and the owner's was given back. `unpacking`: its way to its pages is made ready. `copying`: it is on it.
+    """
+
+    number: int
     piece: Piece
-    slot: int
     ticket: int
     since: float
     said: float
     body: Stage
     answer: Staged | None = None
+    slot: int | None = None
     handle: PullHandle | None = None
+    landed: bool = False
+    unpacking: Prepared | None = None
+    copying: Copying | None = None
 
 
 class StagedPull:
@@ -95,151 +92,287 @@ class StagedPull:
         pull: Pull,
         key: tuple[str, int],
         tickets: Iterator[int],
-        send: Callable[[Body], None],
+        send: Send,
         stop: Callable[[], bool],
         wire: Wire,
+        timings: PullTimings,
+        copier: Copier,
+        ahead: Ahead | None = None,
     ) -> None:
+        """`ahead` is what the owner stages unasked; its answers are expected already."""
+        self.owed: Credit | None = None
+        """After `run`: what gives back the owner's last slots. Its caller sends it, once it has told of the end."""
         self._link = link
         self._pull = pull
-        self._key = key
-        self._tickets = tickets
-        self._send = send
+        self._owner = OwnerSlots(link.inbox, key, tickets, send)
         self._stop = stop
         self._wire = wire
-        (move,) = pull.batch.moves
-        order = pull.packing_order
-        self._cells = [pull.cells[row] for row in order.tolist()]
-        layers = move.layers.take(order)
-        self._target = PageTable(layers.destination_base, layers.destination_stride, layers.page_bytes)
-        self._todo = deque(link.pieces(pull))
-        self._asked: deque[_Asked] = deque()
+        self._timings = timings
+        self._copier = copier
+        self._slots = link.arena.slots
+        self._cut = link.cut(pull)
+        self._num_ahead = 0
+        if ahead and len(link.cut(pull, ahead).pieces) >= ahead.num_pieces:
+            self._cut, self._num_ahead = link.cut(pull, ahead), ahead.num_pieces
+        self._todo = deque(range(len(self._cut.pieces)))
+        self._asked: list[_Asked] = []
+        """In the order in which they were asked for."""
+        self._spare: list[int] = []
+        """Own slots that are held for pieces to come."""
+        self._targets = link.targets(pull, self._cut)
+        self._began = self._landed_at = time.perf_counter()
+        self._runs: dict[tuple[int, int], list[PageRuns]] = {}
+        """By their first and last page positions: those that pieces have, by turn, which are mostly the same."""
 
     def run(self) -> Outcome:
         """Move every piece. Returns what went wrong, once nothing of it can land any more."""
+        sharpen()
         try:
+            self._take_over()
             while self._todo or self._asked:
-                failure = self._ask_ahead() or self._move_first()
+                landed = self._look()
+                if isinstance(landed, Failure):
+                    return landed
+                # Posted and asked for first: what is on the wire or packed needs nobody here while this thread unpacks.
+                failure = self._stopped() or self._hear() or self._post()
                 if failure:
                     return failure
+                asked = self._ask_ahead()
+                if isinstance(asked, Failure):
+                    return asked
+                said = self._owner.say(bool(self._todo) or any(one.answer is None for one in self._asked))
+                moved, cleared, prepared = self._unpack(), self._clear(), self._prepare()
+                if not (landed or said or moved or cleared or prepared):
+                    self._wait()
+            self.owed = self._owner.owed()
+            self._timings.tail_s = time.perf_counter() - self._landed_at
             return None
         finally:
             self._let_go()
 
     # --- asking -------------------------------------------------------------------------------------
 
-    def _ask_ahead(self) -> Outcome:
-        slots = self._link.arena.slots
-        while self._todo and len(self._asked) < DEPTH:
-            waited = self._link.settings.staging_timeout_s
-            slot = slots.try_take() if self._asked else slots.take(waited, self._stop)
-            if slot is None and self._asked:
-                return None
-            if slot is None:
-                return self._stopped() or self._no_slot(waited)
-            self._ask(self._todo.popleft(), slot)
+    def _take_over(self) -> None:
+        """Begin with what the owner stages unasked, where there is an own slot for it now; else that goes back at once,
+        because nothing of the owner may be held while own slots are waited for."""
+        tickets = [ahead_ticket(self._pull.sequence, number) for number in range(self._num_ahead)]
+        slot = self._slots.try_take() if tickets else None
+        if slot is None:
+            self._owner.give_back(tickets)
+            return
+        self._spare.append(slot)
+        for ticket in tickets:
+            self._add(self._todo.popleft(), ticket)
+
+    def _ask_ahead(self) -> bool | Failure:
+        """Ask for one more piece where that may be; whether it was. The owner begins with it while the next one is
+        made ready here."""
+        if not self._todo:
+            return False
+        if not self._asked:
+            if failure := self._take_first():
+                return failure
+        elif self._slots.is_wanted or sum(not one.landed for one in self._asked) >= self._link.pace.depth:
+            return False
+        self._ask(self._todo.popleft())
+        return True
+
+    def _take_first(self) -> Outcome:
+        """Take the own slot without which nothing is asked for. Whoever waits for one already comes first."""
+        if self._spare and self._slots.is_wanted:
+            self._give_spare()
+        if self._spare:
+            return None
+        waited = self._link.settings.staging_timeout_s
+        slot = self._slots.take(waited, self._stop)
+        if slot is None:
+            return self._stopped() or failures.no_own_slot(self._pull.worker_id, self._slots.num_slots, waited)
+        self._spare.append(slot)
         return None
 
-    def _ask(self, piece: Piece, slot: int) -> None:
-        ticket, now = next(self._tickets), time.monotonic()
-        layers: dict[str, tuple[int, ...]] = {}
-        for component, layer in self._cells[piece.rows]:
-            layers[component] = (*layers.get(component, ()), layer)
-        body = Stage(ticket, self._pull.sequence, self._pull.first_page + piece.first_page, piece.num_pages, layers)
-        self._asked.append(_Asked(piece, slot, ticket, now, now, body))
-        self._link.inbox.expect(self._key, ticket)
-        self._send(body)
+    def _ask(self, number: int) -> None:
+        self._owner.ask(self._add(number, self._owner.new_ticket()).body)
+
+    def _add(self, number: int, ticket: int) -> _Asked:
+        piece, pull, now = self._cut.pieces[number], self._pull, time.monotonic()
+        first_page = pull.first_page + piece.first_page
+        layers = self._cut.layers[number]
+        parts = {name: part for name, part in pull.landing.parts.items() if name in layers} if pull.landing else {}
+        body = Stage(ticket, pull.sequence, first_page, piece.num_pages, layers, parts)
+        self._asked.append(_Asked(number, piece, ticket, now, now, body))
+        return self._asked[-1]
+
+    def _hear(self) -> Outcome:
+        """Take in what the owner has packed, asking again where an answer may be lost."""
+        settings = self._link.settings
+        for asked in self._asked:
+            if asked.answer:
+                continue
+            asked.answer = self._owner.answer(asked.ticket)
+            if asked.answer:
+                continue
+            now = time.monotonic()
+            if now >= asked.since + settings.staging_timeout_s + ANSWER_SLACK_S:
+                return failures.nothing_staged(self._pull.worker_id, now - asked.since)
+            if now - asked.said >= settings.resend_interval_s:
+                asked.said = now
+                if is_ahead(asked.ticket):  # nobody can ask for it again: its answer is lost, or went back
+                    self._owner.give_back((asked.ticket,))
+                    asked.ticket = self._owner.new_ticket()
+                    asked.body = replace(asked.body, ticket=asked.ticket)
+                self._owner.ask_again(asked.body)
+        return None
 
     # --- moving -------------------------------------------------------------------------------------
 
-    def _move_first(self) -> Outcome:
-        """Bring the piece that was asked for first to its pages."""
-        first = self._asked[0]
-        failure = self._await(first) or self._start(first)
-        if failure:
-            return failure
-        assert first.handle is not None
-        handle, first.handle = first.handle, None
-        failure = self._wire.finish(handle)
-        if failure:
-            return failure
-        self._give_back(first)
-        # What is on its way to the next slot needs nobody here while this one is unpacked.
-        if len(self._asked) > 1 and (failure := self._start_if_answered(self._asked[1])):
-            return failure
-        address = self._link.arena.area.address(first.slot)
-        pages = self._pull.pages[first.piece.pages]
-        if not copy(unpack(pages, self._target.take(first.piece.rows), address), self._stop):
-            return self._stopped()
-        self._asked.popleft()
-        self._link.arena.slots.give(first.slot)
-        return None
-
-    def _await(self, asked: _Asked) -> Outcome:
-        """Wait until the owner has packed a piece, asking again where an answer may be lost."""
-        settings = self._link.settings
-        limit = asked.since + settings.staging_timeout_s + ANSWER_SLACK_S
-        while asked.answer is None:
-            if failure := self._stopped():
+    def _post(self) -> Outcome:
+        """Put packed pieces on the wire, as far as there are own slots for them."""
+        room = MAX_POSTED - sum(one.handle is not None for one in self._asked)
+        for asked in self._asked:
+            if not room:
+                break
+            if asked.answer is None or asked.slot is not None:
+                continue
+            slot = self._own_slot()
+            if slot is None:
+                break
+            asked.slot = slot
+            if failure := self._start(asked, asked.answer, slot):
                 return failure
-            now = time.monotonic()
-            if now >= limit:
-                return self._no_answer(now - asked.since)
-            if now - asked.said >= settings.resend_interval_s:
-                asked.said = now
-                self._send(asked.body)
-            asked.answer = self._link.inbox.take(self._key, asked.ticket, LOOK_S)
+            room -= 1
         return None
 
-    def _start_if_answered(self, asked: _Asked) -> Outcome:
-        asked.answer = asked.answer or self._link.inbox.take(self._key, asked.ticket, 0)
-        return self._start(asked) if asked.answer else None
+    def _own_slot(self) -> int | None:
+        if self._spare:
+            return self._spare.pop()
+        held = sum(one.slot is not None for one in self._asked)
+        return self._slots.try_take() if held < self._link.pace.depth else None
 
-    def _start(self, asked: _Asked) -> Outcome:
-        if asked.handle:
-            return None
-        answer = asked.answer
-        assert answer is not None
-        failure = self._unusable(answer, asked.piece)
-        if failure:
-            return failure
-        link = self._link
-        batch = one_range(
-            self._pull.worker_id, link.source, answer.slot, link.arena.area, asked.slot, asked.piece.nbytes
-        )
-        asked.handle = self._wire.start(batch)
-        return None
+    def _start(self, asked: _Asked, answer: Staged, slot: int) -> Outcome:
+        pull = self._pull
+        said = (answer, asked.piece.nbytes, self._link.source, pull.sequence, pull.generation)
+        failure = failures.unusable(pull.worker_id, *said)
+        if failure is None:
+            nbytes = asked.piece.nbytes
+            asked.handle = self._wire.start(self._link.from_slot(pull.worker_id, answer.slot, slot, nbytes))
+            self._timings.head_s = self._timings.head_s or time.perf_counter() - self._began
+        return failure
 
-    def _unusable(self, answer: Staged, piece: Piece) -> Outcome:
-        source = self._link.source
-        right = answer.slot < source.num_slots and answer.offset == answer.slot * source.slot_bytes
-        if not right or answer.nbytes != piece.nbytes:
-            text = (
-                f"staged {answer.nbytes} bytes in slot {answer.slot} at {answer.offset}; asked were {piece.nbytes} "
-                f"bytes in one of {source.num_slots} slots of {source.slot_bytes}"
-            )
-            return Failure(FailureReason.PROTOCOL, text, self._pull.worker_id, "staging")
-        if answer.generation != self._pull.generation:
-            text = f"publication {self._pull.sequence} was taken back before its pages were packed"
-            return Failure(FailureReason.GENERATION, text, self._pull.worker_id, "staging")
-        return None
+    def _look(self) -> bool | Failure:
+        """Whether a piece has landed. The owner's slot is given back at once."""
+        landed = False
+        for asked in self._asked:
+            handle, asked.handle = asked.handle, None
+            if handle is None:
+                continue
+            status = self._wire.look(handle)
+            if status is PullStatus.PENDING:
+                asked.handle = handle
+                continue
+            if isinstance(status, Failure):
+                return status
+            asked.landed = landed = True
+            self._owner.has_read(asked.ticket)
+            self._landed_at = time.perf_counter()
+        return landed
+
+    def _unpack(self) -> bool:
+        """Begin to take one piece that has landed to its pages; whether there was one."""
+        asked = next((one for one in self._asked if one.landed and one.copying is None), None)
+        if asked is None:
+            return False
+        began = time.perf_counter()
+        asked.copying = (asked.unpacking or self._ready(asked)).start()
+        self._timings.unpack_s += time.perf_counter() - began
+        return True
+
+    def _ready(self, asked: _Asked) -> Prepared:
+        assert asked.slot is not None
+        address = self._link.arena.area.address(asked.slot)
+        return self._copier.prepare(unpack(self._runs_of(asked.piece), self._targets[asked.number], address))
+
+    def _prepare(self) -> bool:
+        """Do something ahead of a piece that has not landed; whether there was anything to do."""
+        for asked in self._asked:
+            if asked.landed or asked.unpacking:
+                continue
+            if asked.slot is not None:
+                asked.unpacking = self._ready(asked)
+                return True
+            if (asked.piece.first_page, asked.piece.stop_page) not in self._runs:  # the same in whichever slot
+                self._runs_of(asked.piece)
+                return True
+        return False
+
+    def _runs_of(self, piece: Piece) -> list[PageRuns]:
+        place = (piece.first_page, piece.stop_page)
+        if place not in self._runs:
+            num_turns = len(self._pull.landing.tables) if self._pull.landing else 1
+            first = self._pull.first_page + piece.first_page
+            self._runs[place] = unpack_runs(self._pull.pages[piece.pages], first, num_turns)
+        return self._runs[place]
+
+    def _clear(self) -> bool:
+        """Let go of pieces that are unpacked; whether there were any. Raises `BackendError` as copiers do."""
+        over = [one for one in self._asked if one.copying and one.copying.is_over]
+        for asked in over:
+            assert asked.copying is not None
+            asked.copying.wait()
+            self._asked.remove(asked)
+            assert asked.slot is not None
+            self._spare.append(asked.slot)
+        if over:
+            self._spread()
+        return bool(over)
+
+    def _spread(self) -> None:
+        """Give back own slots that no piece to come needs, or that others wait for: then one is enough to go on."""
+        coming = sum(one.slot is None for one in self._asked)
+        keep = len(self._todo) + coming
+        if self._slots.is_wanted:
+            is_held = any(one.slot is not None for one in self._asked)
+            keep = 1 if coming and not is_held else 0
+        while len(self._spare) > keep:
+            self._slots.give(self._spare.pop())
+
+    def _wait(self) -> None:
+        """Nothing has changed: wait for what comes next."""
+        began = time.perf_counter()
+        waited = [one.ticket for one in self._asked if one.answer is None]
+        if any(one.handle for one in self._asked):
+            self._wire.nap()
+            self._timings.wire_s += time.perf_counter() - began
+        elif copying := next((one.copying for one in self._asked if one.copying), None):
+            if waited:
+                time.sleep(COPY_NAP_S)
+            else:  # the rest of the pull is in copies, each over in a moment
+                copying.wait()
+            self._timings.unpack_s += time.perf_counter() - began
+        else:
+            self._owner.wait(waited, LOOK_S)
+            self._timings.pack_s += time.perf_counter() - began
 
     # --- letting go ---------------------------------------------------------------------------------
 
-    def _give_back(self, asked: _Asked) -> None:
-        """Nothing reads the owner's slot any more."""
-        self._link.inbox.forget(self._key, asked.ticket)
-        if asked.answer:
-            self._send(Credit((asked.answer.slot,), (asked.answer.stamp,)))
-
     def _let_go(self) -> None:
         """Make what is on its way quiet, then give both sides' slots back."""
-        while self._asked:
-            asked = self._asked.popleft()
+        for asked in self._asked:
             if asked.handle:
                 self._wire.drop(asked.handle)
-            asked.answer = asked.answer or self._link.inbox.take(self._key, asked.ticket, 0)
-            self._give_back(asked)
-            self._link.arena.slots.give(asked.slot)
+            if asked.copying:
+                try:
+                    asked.copying.wait()
+                except BackendError as error:  # a device that has failed moves nothing
+                    log.error("a piece from %s could not be unpacked: %s", self._pull.worker_id, error)
+            if asked.slot is not None:
+                self._slots.give(asked.slot)
+        self._owner.let_go([one.ticket for one in self._asked if not one.landed])
+        self._asked.clear()
+        self._give_spare()
+
+    def _give_spare(self) -> None:
+        while self._spare:
+            self._slots.give(self._spare.pop())
 
     # --- what goes wrong ----------------------------------------------------------------------------
 
@@ -247,13 +380,3 @@ class StagedPull:
         if not self._stop():
             return None
         return Failure(FailureReason.ABORTED, "stopped by the request", self._pull.worker_id)
-
-    def _no_slot(self, waited_s: float) -> Failure:
-        text = f"none of the {self._link.arena.slots.num_slots} own staging slots came free within {waited_s:g} s"
-        fix = "raise PDLINK_STAGING_SLOTS or PDLINK_STAGING_TIMEOUT_S on decode"
-        return Failure(FailureReason.TIMEOUT, text, self._pull.worker_id, "staging", fix)
-
-    def _no_answer(self, waited_s: float) -> Failure:
-        text = f"{self._pull.worker_id} has staged nothing for {waited_s:.1f} s"
-        fix = "see that rank's log, or raise PDLINK_STAGING_TIMEOUT_S"
-        return Failure(FailureReason.TIMEOUT, text, self._pull.worker_id, "staging", fix)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+
+import numpy as np
 
 from pdlink.backends.base import Backend
 from pdlink.backends.staging import Arena
@@ -21,38 +24,57 @@ from pdlink.config import Settings
 from pdlink.control.frames import Abort, Frame, Subscribe
 from pdlink.control.loop import ControlLoop
 from pdlink.decode.actions import Action, Pull, Resubscribe, Send
-from pdlink.decode.links import Link, LinkTable, PrefillInstance
+from pdlink.decode.facts import DecodeFacts
+from pdlink.decode.failures import RESTART
+from pdlink.decode.links import Link, LinkTable, PrefillInstance, RankLink
 from pdlink.decode.live import Live
 from pdlink.decode.merge import Merge
 from pdlink.decode.puller import PullJob
 from pdlink.decode.receiver import Receiver
 from pdlink.decode.request import ReceiveRequest, build_request
+from pdlink.decode.teller import Teller
 from pdlink.errors import (
+    AccessDenied,
+    ConfigError,
     DeadlineExceeded,
     DuplicateTransfer,
     IncompatibleError,
+    LimitReached,
     NotReady,
+    PartDead,
     PdlinkError,
     StateError,
 )
 from pdlink.events import Events
 from pdlink.layout.components import CacheLayout
+from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.readers import ReaderSet
-from pdlink.layout.regions import Region, check_region
+from pdlink.layout.regions import Region
+from pdlink.threads import Death, Pool, SupervisedThread
+from pdlink.transfer.accounts import log_end
+from pdlink.transfer.ahead import Ahead
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.states import ReceiverState
+from pdlink.transfer.trace_parent import clean
 
 log = logging.getLogger("pdlink.decode")
 
 TICK_S = 0.05
+LATE_S = 2.0
+"""A tick that comes so much later says that this process stood still: frames of owners wait to be read."""
 RESOLVE_THREADS = 16
 RESOLVE_ATTEMPTS = 3
+PULLED_FROM = (ReceiverState.SUBSCRIBED, ReceiverState.PULLING)
+"""States in which a request still needs the threads that pull."""
 
 
 class DecodeWorker:
     """One decode rank. `receive` starts a request. `close` twice is fine.
 
-    `regions` is where pages land: one for each (component, layer) that `layout` has; mapped until `close`.
+    `regions` is where pages land: one for each (component, layer) that the rank holds, of those that `layout` has;
+    mapped until `close`. `place` says where the rank stands in its instance, and so what it holds (default: a rank
+    alone, which holds all); `layout` describes its own pages, thus its own heads.
     """
 
     def __init__(
@@ -66,13 +88,13 @@ class DecodeWorker:
         events: Events,
         protocol: ProtocolRange = PROTOCOL,
         arena: Arena | None = None,
+        place: DecodePlace | None = None,
     ) -> None:
         """`arena` is where packed pages come in, if anywhere; it outlives the worker."""
         self.instance = instance
         self.layout = layout
         self.events = events
-        self._regions = tuple(regions)
-        self._region_of = {(region.component, region.layer): region for region in regions}
+        self._facts = DecodeFacts(layout, tuple(regions), place or DecodePlace())
         self._settings = settings
         self._loop = loop
         self._backends = backends
@@ -82,15 +104,23 @@ class DecodeWorker:
         self._newest: dict[str, Live] = {}
         self._closed = False
         self._quiet = True
-        for region in self._regions:
-            check_region(region, layout)
+        for region in self._facts.regions:
             for backend in backends.values():
                 backend.register(region)
-        self._pool_pages = _pool_pages(layout, self._regions)
-        told = (self._on_frame, self._on_replaced)
-        self._links = LinkTable(layout, self._side, settings, loop, backends, events, *told, arena)
-        self._resolvers = ThreadPoolExecutor(RESOLVE_THREADS, thread_name_prefix="pdlink-resolve")
+        told = (self._on_frame, self._on_replaced, self._on_dead_puller)
+        self._links = LinkTable(self._facts, self._side, settings, loop, backends, events, *told, arena, self.part)
+        self._resolvers = Pool("pdlink-resolve", self.part, RESOLVE_THREADS, events)
+        self._resolving: dict[PrefillInstance, list[Live]] = {}
+        """Requests that wait for one answer about their instance. A flood to one that is slow takes one thread."""
+        self._ticked = loop.clock()
+        self._teller = Teller(settings, loop, self._lock)
         self._timer = loop.call_later(TICK_S, self._tick)
+        loop.on_death(self._on_dead_loop)
+
+    @property
+    def part(self) -> str:
+        """What threads of this worker belong to, by the name that health and logs know."""
+        return f"decode {self.instance}"
 
     @property
     def num_receives(self) -> int:
@@ -113,15 +143,21 @@ class DecodeWorker:
         readers: ReaderSet | None = None,
         dp: int = 0,
         expect_aux: bool = False,
+        trace_parent: str = "",
     ) -> Receiver:
         """Pull the cache of one prompt into `pages` (page group -> page ids of this rank's pool).
 
         Returns at once; nothing here blocks. Tokens [0, prefix_tokens) are held already, and pages are wanted from
-        the first one that is not complete. With several decode ranks of one request, `readers` says which one this is.
+        the first one that is not complete. With several decode ranks of one request, `readers` says which one this is
+        (default: as its place says, for which all of them have one instance name). Where ranks share tokens, a page is
+        that of dcp times its tokens. `trace_parent` is the W3C trace context that this request's spans belong to; what
+        is none is ignored.
         Raises `InvalidInput` for pages that do not fit the tokens or the pool, `DuplicateTransfer` while another
-        receive of this id runs, `StateError` after `close` or when `max_transfers` are live.
+        receive of this id runs, `StateError` after `close`: `LimitReached` when `max_transfers` are live, `PartDead`
+        when a thread that it needs has died.
         """
-        readers = readers or ReaderSet(self.instance)
+        place = self._facts.place
+        readers = readers or place.readers(self.instance)
         request = build_request(
             self.layout,
             transfer_id,
@@ -131,15 +167,17 @@ class DecodeWorker:
             readers=readers,
             dp=dp,
             expect_aux=expect_aux,
-            pool_pages=self._pool_pages,
+            turns=place.sizes.dcp,
+            pool_pages=self._facts.pool_pages,
         )
         with self._lock:
             live = self._admit(request, prefill)
-            link = self._links.known(prefill)
+            live.trace_parent = clean(trace_parent)
+            link = self._links.take(prefill)
             if link:
                 self._start(live, link)
             else:
-                self._resolvers.submit(self._resolve, live)
+                self._resolve_soon(live)
         return live.receiver
 
     def explain(self, prefill: PrefillInstance) -> dict[str, str]:
@@ -162,13 +200,17 @@ class DecodeWorker:
                 live.merge.fail(cause, self._loop.clock())
                 self._act(live)
         self._timer.cancel()
-        self._resolvers.shutdown(wait=False, cancel_futures=True)
+        self._resolvers.close()
         quiet = self._quiet = self._links.close()
         with self._lock:
             for live in list(self._live.values()):
-                live.merge.tick(self._loop.clock() + self._settings.abort_ack_timeout_s)
-                self._show(live)
-        for region in self._regions if quiet else ():
+                if quiet:
+                    self._bury(live)
+                self._end_alone(live)
+                if not live.merge.state.is_final:  # its pages may still be written, so that they are nobody else's
+                    text = "transfer %s stays %s: pulls from %s are not quiet"
+                    log.error(text, live.receiver.transfer_id, live.merge.state, ", ".join(live.merge.pulling()))
+        for region in self._facts.regions if quiet else ():
             for backend in self._backends.values():
                 backend.deregister(region)
 
@@ -177,6 +219,8 @@ class DecodeWorker:
     def _admit(self, request: ReceiveRequest, prefill: PrefillInstance) -> Live:
         if self._closed:
             raise StateError(f"decode worker {self.instance} is closed")
+        if death := self._loop.death:
+            raise PartDead(f"decode worker {self.instance} takes no requests: {death.text}")
         newest = self._newest.get(request.transfer_id)
         if newest and not newest.merge.state.is_final:
             raise DuplicateTransfer(
@@ -184,51 +228,106 @@ class DecodeWorker:
                 "request an id of its own"
             )
         if len(self._live) >= self._settings.max_transfers:
-            raise StateError(f"{len(self._live)} transfers are live (PDLINK_MAX_TRANSFERS)")
+            raise LimitReached(f"{len(self._live)} transfers are live (PDLINK_MAX_TRANSFERS)")
         attempt = secrets.randbits(63) | 1
-        merge = Merge(request, self._settings, self._loop.clock())
-        live = Live(merge, Receiver(request.transfer_id, attempt, self._abort), prefill)
-        self._live[request.transfer_id, attempt] = self._newest[request.transfer_id] = live
+        key = request.transfer_id, attempt
+        merge = Merge(request, self._settings, self._loop.clock(), lambda worker_id: self._place(key, worker_id))
+        live = Live(merge, Receiver(*key, self._abort, self._waits_for), prefill)
+        self._live[key] = self._newest[request.transfer_id] = live
         return live
 
-    def _resolve(self, live: Live) -> None:
-        """On a resolver thread: find the instance and start, or fail the request with the reason."""
+    def _resolve_soon(self, live: Live) -> None:
+        """Under the lock: find the instance on a resolver thread, or wait for the one that asks already."""
+        waiting = self._resolving.get(live.instance)
+        if waiting is not None:
+            waiting.append(live)
+            return
+        self._resolving[live.instance] = [live]
+        self._ask(live.instance)
+
+    def _ask(self, instance: PrefillInstance) -> None:
+        try:
+            self._resolvers.submit(
+                lambda: self._resolve(instance), lambda death: self._on_dead_resolve(instance, death)
+            )
+        except StateError as error:
+            self._unresolved(self._resolving.pop(instance), Failure(FailureReason.LIMIT, str(error)))
+
+    def _resolve(self, instance: PrefillInstance) -> None:
+        """On a resolver thread: find the instance and start what waits for it, or fail that with the reason.
+
+        A failure is told to those that had come when it was asked; for later ones it is asked again.
+        """
+        with self._lock:
+            num_asking = len(self._resolving[instance])
         try:
             for _ in range(RESOLVE_ATTEMPTS):
-                self._links.resolve(live.instance)
+                link = self._links.resolve(instance)
                 with self._lock:
                     # Again under the lock: a link that a watch replaced meanwhile may be closed already.
-                    link = self._links.known(live.instance)
-                    if link or self._closed:
-                        return self._start(live, link) if link else None
-            raise NotReady(f"prefill instance {live.instance.name!r} came and went while it was resolved")
+                    is_known = self._links.known(instance) is link
+                    if is_known or self._closed:
+                        for live in self._resolving.pop(instance, ()) if is_known else ():
+                            taken = self._links.take(instance)
+                            assert taken is link
+                            self._start(live, link)
+                        self._links.give_back(link)
+                        return
+                    self._links.give_back(link)
+            raise NotReady(f"prefill instance {instance.name!r} came and went while it was resolved")
         except IncompatibleError as error:
-            cause = Failure.incompatible(error.mismatches, live.instance.name, "resolving")
-            self._unresolved(live, cause)
-            if isinstance(error, IncompatibleInstance):
-                self._tell(live, cause, error.endpoints)
+            cause = Failure.incompatible(error.mismatches, instance.name, "resolving")
+            for live in self._end_resolve(instance, num_asking, cause):
+                if isinstance(error, IncompatibleInstance):
+                    self._tell(live, cause, error.endpoints)
         except DeadlineExceeded as error:
-            self._unresolved(live, Failure(FailureReason.TIMEOUT, str(error)))
+            self._end_resolve(instance, num_asking, Failure(FailureReason.TIMEOUT, str(error)))
         except NotReady as error:
-            self._unresolved(live, Failure(FailureReason.NOT_READY, str(error)))
+            self._end_resolve(instance, num_asking, Failure(FailureReason.NOT_READY, str(error)))
+        except LimitReached as error:
+            self._end_resolve(instance, num_asking, Failure(FailureReason.LIMIT, str(error)))
+        except (AccessDenied, ConfigError) as error:
+            fix = "mend the credentials or their settings (PDLINK_TOKEN, PDLINK_TLS_*): retrying cannot help"
+            self._end_resolve(instance, num_asking, Failure(FailureReason.DENIED, str(error), fix=fix))
         except PdlinkError as error:
-            self._unresolved(live, Failure(FailureReason.PEER_GONE, str(error)))
-        except Exception as error:  # a thread boundary: the request must learn of it
-            log.exception("resolve of %s failed", live.instance.name)
-            self._unresolved(live, Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
+            self._end_resolve(instance, num_asking, Failure(FailureReason.PEER_GONE, str(error)))
+
+    def _end_resolve(self, instance: PrefillInstance, num_asking: int, failure: Failure) -> list[Live]:
+        """An instance cannot be found: fail the requests that asked, and ask again for those that came since."""
+        with self._lock:
+            waiting = self._resolving.pop(instance, [])
+            asking, later = waiting[:num_asking], waiting[num_asking:]
+            self._unresolved(asking, failure)
+            if later and not self._closed:
+                self._resolving[instance] = later
+                self._ask(instance)
+        return asking
+
+    def _on_dead_resolve(self, instance: PrefillInstance, death: Death) -> None:
+        with self._lock:
+            failure = Failure(FailureReason.INTERNAL, death.text, fix=RESTART)
+            self._unresolved(self._resolving.pop(instance, []), failure)
 
     def _start(self, live: Live, link: Link) -> None:
+        """With a link that was taken for it."""
         live.link = link
+        if death := self._links.death_in(link):
+            failure = Failure(FailureReason.INTERNAL, death.text, fix=RESTART)
+            live.merge.on_unresolved(failure, self._loop.clock())
+            self._act(live)
+            return
+        began = time.perf_counter()
         try:
-            plan = link.plan(live.merge.request.dp, self.layout, self._regions)
+            plan = link.plan(live.merge.request.dp)
+            live.plan_s = time.perf_counter() - began
         except PdlinkError as error:
             live.merge.on_unresolved(Failure(FailureReason.PLAN, str(error)), self._loop.clock())
         else:
             live.merge.on_resolved(plan, self._loop.clock())
         self._act(live)
 
-    def _unresolved(self, live: Live, failure: Failure) -> None:
-        with self._lock:
+    def _unresolved(self, lives: Sequence[Live], failure: Failure) -> None:
+        for live in lives:
             live.merge.on_unresolved(failure, self._loop.clock())
             self._act(live)
 
@@ -239,11 +338,8 @@ class DecodeWorker:
         """
         body = self._subscribe(live, 0, 0)
         for one in endpoints:
-            channel = self._loop.connect(one.control_endpoint, lambda frame: None)
             told = replace(body, incarnation=one.incarnation, fingerprint=self._side.fingerprint)
-            for said in (told, Abort(cause, told.readers)):
-                channel.send(live.frame(said))
-            self._loop.call_later(self._settings.confirm_timeout_s, channel.close)
+            self._teller.tell(one, [live.frame(said) for said in (told, Abort(cause, told.readers))])
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -261,6 +357,8 @@ class DecodeWorker:
         with self._lock:
             live.on_pulled(pull.worker_id, pull.ticket, failure, self._loop.clock())
             self._act(live)
+            if self._loop.death:
+                self._end_alone(live)
 
     def _on_pull_failing(self, live: Live, pull: Pull, failure: Failure) -> None:
         with self._lock:
@@ -282,26 +380,83 @@ class DecodeWorker:
                 live.merge.fail(Failure(FailureReason.ABORTED, text), self._loop.clock())
                 self._act(live)
 
+    def _place(self, key: tuple[str, int], worker_id: str) -> str:
+        live = self._live.get(key)
+        return self._links.place(live.instance, live.link, worker_id) if live and live.link else ""
+
+    def _waits_for(self, receiver: Receiver) -> list[str]:
+        with self._lock:
+            live = self._live.get((receiver.transfer_id, receiver.attempt))
+            return live.merge.waits_for() if live else []
+
     def _tick(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._timer = self._loop.call_later(TICK_S, self._tick)
+            now = self._loop.clock()
+            stood_still_s, self._ticked = now - self._ticked, now
             for live in list(self._live.values()):
                 try:
-                    live.merge.tick(self._loop.clock())
+                    if stood_still_s > LATE_S:
+                        live.merge.excuse(stood_still_s)
+                    self._bury(live)
+                    live.merge.tick(now)
                     self._act(live)
                 except Exception:  # a bug of ours in one request must not stop the clock of the others
                     log.exception("transfer %s could not be looked at", live.receiver.transfer_id)
-            # Under the lock: a request that starts now must not find its link closed.
-            self._links.sweep([live.link for live in self._live.values() if live.link])
+            self._links.sweep()
+
+    # --- threads that died --------------------------------------------------------------------------
+
+    def _on_dead_puller(self, link: RankLink, death: Death) -> None:
+        """On the dying thread, when its own pulls were told of: whoever still needs it fails too."""
+        cause = Failure(FailureReason.INTERNAL, death.text, link.rank.worker_id, fix=RESTART)
+        with self._lock:
+            for live in list(self._live.values()):
+                ranks = live.link.ranks if live.link else {}
+                if ranks.get(link.rank.worker_id) is link and live.merge.state in PULLED_FROM:
+                    live.merge.fail(cause, self._loop.clock())
+                    self._act(live)
+
+    def _on_dead_loop(self, death: Death) -> None:
+        """On the dying thread, whose last frames tell the owners. Nothing is heard or timed from now on, so what is
+        quiet ends now, and the rest when its pulls are."""
+        with self._lock:
+            for live in list(self._live.values()):
+                live.merge.fail(Failure(FailureReason.INTERNAL, death.text, fix=RESTART), self._loop.clock())
+                self._act(live)
+                self._end_alone(live)
+
+    def _bury(self, live: Live) -> None:
+        """Wait no longer for the report of a pull whose puller is over: its thread has ended, and its wire with it."""
+        for worker_id in live.merge.pulling():
+            if live.link and live.link.ranks[worker_id].puller.is_over:
+                live.merge.on_puller_over(worker_id, self._loop.clock())
+
+    def _end_alone(self, live: Live) -> None:
+        """End without the answers of the owners, which nobody would hear."""
+        live.merge.tick(self._loop.clock() + self._settings.abort_ack_timeout_s)
+        self._show(live)
 
     # --- actions, under the lock --------------------------------------------------------------------
 
     def _act(self, live: Live) -> None:
-        for action in live.merge.drain():
-            self._carry_out(live, action)
+        while actions := live.merge.drain():
+            for action in actions:
+                try:
+                    self._carry_out(live, action)
+                except Exception as error:  # a bug of ours: it ends this request, and hides no other action
+                    log.exception("transfer %s: %s failed", live.receiver.transfer_id, type(action).__name__)
+                    self._give_up(live, action, Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
         self._show(live)
+
+    def _give_up(self, live: Live, action: Action, cause: Failure) -> None:
+        now = self._loop.clock()
+        if isinstance(action, Pull):  # it was not begun, and nobody else would report it
+            live.merge.on_pulled(action.worker_id, action.ticket, cause, now)
+        else:
+            live.merge.fail(cause, now)
 
     def _carry_out(self, live: Live, action: Action) -> None:
         if isinstance(action, Pull):
@@ -309,7 +464,7 @@ class DecodeWorker:
         elif isinstance(action, Resubscribe):
             assert live.link is not None
             incarnation = live.link.ranks[action.worker_id].rank.incarnation
-            live.send(action.worker_id, self._subscribe(live, incarnation, action.next_sequence))
+            live.send(action.worker_id, self._subscribe(live, incarnation, action.next_sequence, action.worker_id))
         elif isinstance(action, Send):
             live.send(action.worker_id, action.body)
         else:
@@ -320,8 +475,7 @@ class DecodeWorker:
         link = live.link.ranks[pull.worker_id]
         regions: tuple[Region, ...] = ()
         if pull.digests is not None:
-            cells = live.link.plan(live.merge.request.dp, self.layout, self._regions).planner.groups[pull.group].cells
-            regions = tuple(self._region_of[cells[row]] for row in pull.rows.tolist())
+            regions = tuple(self._facts.region_of[cell] for cell in pull.cells)
         link.puller.submit(
             PullJob(
                 pull,
@@ -330,11 +484,15 @@ class DecodeWorker:
                 lambda failure: self._on_pull_failing(live, pull, failure),
                 lambda failure: self._on_pulled(live, pull, failure),
                 live.key,
-                lambda body: live.send(pull.worker_id, body),
+                lambda *bodies: live.send(pull.worker_id, *bodies),
+                live.ahead_of(pull),
             )
         )
 
-    def _subscribe(self, live: Live, incarnation: int, next_sequence: int) -> Subscribe:
+    def _subscribe(self, live: Live, incarnation: int, next_sequence: int, worker_id: str = "") -> Subscribe:
+        if worker_id not in live.ahead:
+            live.ahead[worker_id] = self._stage_ahead(live, worker_id)
+        ahead = live.ahead[worker_id] or Ahead(0, 0)
         return Subscribe(
             self._side.protocol,
             self._side.fingerprint.digest,
@@ -343,41 +501,67 @@ class DecodeWorker:
             live.merge.request.spans(),
             next_sequence,
             tuple(self._backends),
+            None,
+            ahead.piece_bytes,
+            ahead.num_pieces,
+            live.trace_parent,
         )
+
+    def _stage_ahead(self, live: Live, worker_id: str) -> Ahead | None:
+        """What an owner may stage unasked, judged by the page group of which it moves most."""
+        if live.link is None or not (link := live.link.ranks.get(worker_id)) or not link.puller.is_idle:
+            return None
+        planner, request = live.link.plan(live.merge.request.dp).planner, live.merge.request
+        if not planner.pulls_all_of(worker_id):
+            return None  # an owner stages unasked whole pages of all that it publishes
+        found: list[tuple[int, Int64Array, int]] = [(0, np.zeros(0, dtype=np.int64), 0)]
+        for name, group in planner.groups.items():
+            page_bytes = group.row_bytes[planner.rows(worker_id, name)]
+            num_pages = request.num_pages.get(name, 0)
+            found.append((int(page_bytes.sum()) * num_pages, page_bytes, num_pages))
+        _, page_bytes, num_pages = max(found, key=lambda one: one[0])
+        return link.puller.ways.ahead(page_bytes, num_pages)
 
     def _show(self, live: Live) -> None:
         """Make the merge's state visible to the engine, once per change, and forget what is settled."""
         if live.show() and live.merge.state.is_final:
-            self._loop.call_soon(live.receiver.call_back)
+            if not self._loop.call_soon(live.receiver.call_back):
+                # The loop has died. Not here, under the lock: what is called back may want another thread's help.
+                SupervisedThread(live.receiver.call_back, "pdlink-call-back", self.part, events=self.events).start()
             self._report(live)
         if live.merge.is_settled:
-            self._live.pop(live.key, None)
+            if self._live.pop(live.key, None) and live.link:
+                self._links.give_back(live.link)
             if self._newest.get(live.receiver.transfer_id) is live:
                 del self._newest[live.receiver.transfer_id]
 
     def _report(self, live: Live) -> None:
         merge = live.merge
-        total = sum(merge.num_bytes.values())
-        if merge.failure:
-            log.warning("transfer %s %s: %s", live.receiver.transfer_id, merge.state, merge.failure)
-            if merge.failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
-                self._links.forget(live.instance)
-        else:
-            log.info("transfer %s done: %d bytes in %.1f ms", live.receiver.transfer_id, total, merge.elapsed_s * 1e3)
-        self.events.emit(
-            "transfer.end",
-            transfer_id=live.receiver.transfer_id,
-            state=merge.state.value,
-            reason=merge.failure.reason.value if merge.failure else "",
-            num_bytes=total,
-            elapsed_s=merge.elapsed_s,
-        )
+        if merge.failure and merge.failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
+            self._links.forget(live.instance)
+        told: dict[str, object] = {
+            "transfer_id": live.receiver.transfer_id,
+            "attempt": live.receiver.attempt,
+            "decode": self.instance,
+            "prefill": live.instance.name,
+            "peers": tuple(merge.num_bytes),
+            "state": merge.state.value,
+            "reason": merge.failure.reason.value if merge.failure else "",
+            "failed_rank": merge.failure.worker_id if merge.failure else "",
+            "num_bytes": sum(merge.num_bytes.values()),
+            "num_pages": sum(merge.request.num_pages.values()),
+            "elapsed_s": merge.elapsed_s,
+            "plan_s": live.plan_s,
+            **merge.phases,
+            "trace_parent": live.trace_parent,
+        }
+        log_end(log, told, merge.failure)
+        self.events.emit("transfer.end", **told)
 
-
-def _pool_pages(layout: CacheLayout, regions: Sequence[Region]) -> dict[str, int]:
-    """Pages that every region of a group has."""
-    pages: dict[str, int] = {}
-    for region in regions:
-        group = layout.component(region.component).page_group
-        pages[group] = min(pages.get(group, region.num_pages), region.num_pages)
-    return pages
+    def levels(self) -> dict[str, int]:
+        """What there is at this moment, by name; for whoever watches this process. Any thread."""
+        with self._lock:
+            states = Counter(live.merge.state.value for live in self._live.values() if not live.merge.state.is_final)
+            pages = sum(live.merge.quarantined_pages() for live in self._live.values())
+        told = {f"transfers_{state.value}": states[state.value] for state in ReceiverState if not state.is_final}
+        return told | {"pages_quarantined": pages} | self._links.levels()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from pdlink.errors import InvalidInput
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import OwnedLayers
+from pdlink.layout.parts import Part
 from pdlink.layout.regions import Region
 from pdlink.prefill.publication import Publication
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests, cells_in_order, page_digests
+from pdlink.transfer.digests import Digester, DigestKind, DigestTable, cells_in_order, page_digests
 
 MAX_PAGES_PER_FRAME = 1 << 16
 MAX_PAGE_POSITION = 1 << 31
@@ -33,8 +34,13 @@ class RankFacts:
     is_aux_owner: bool
     max_aux_bytes: int
     lease_s: float
-    verify_digests: bool
+    liveness_s: float
+    digest_kind: DigestKind | None
+    """Of the digests that it makes, if any."""
     generations: itertools.count[int]
+    digest: Digester = page_digests
+    parts: Mapping[str, Part] = field(default_factory=dict)
+    """What its pages hold of each component of the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,17 +58,25 @@ class Chunk:
     def stop_page(self) -> int:
         return self.start_page + len(self.page_ids)
 
-    def digests(self, rank: RankFacts) -> Digests | None:
-        """uint64 [rows, n] where the rank makes digests. Reads every page, so it takes a while."""
-        if not rank.verify_digests or not len(self.page_ids) or not self.layers:
-            return None
-        return page_digests([rank.regions[cell] for cell in cells_in_order(self.layers)], self.page_ids)
+    def has_any(self, group: str, pages: Int64Array) -> bool:
+        return self.group == group and bool(np.isin(self.page_ids, pages).any())
 
-    def publications(self, rank: RankFacts, sequence: int, digests: Digests | None) -> Iterator[Publication]:
+    def digests(self, rank: RankFacts) -> DigestTable | None:
+        """A row for each (component, layer), where the rank makes digests. Reads every page, so it takes a while.
+
+        Raises `BackendError` when a device cannot be read.
+        """
+        if not rank.digest_kind or not len(self.page_ids) or not self.layers:
+            return None
+        regions = [rank.regions[cell] for cell in cells_in_order(self.layers)]
+        return DigestTable(rank.digest_kind, rank.digest(rank.digest_kind, regions, self.page_ids))
+
+    def publications(self, rank: RankFacts, sequence: int, digests: DigestTable | None) -> Iterator[Publication]:
         """As many as their frames need to stay within bounds, numbered from `sequence`; the last of them ends."""
         step = MAX_PAGES_PER_FRAME
         if digests is not None:
-            step = max(1, min(step, MAX_DIGESTS_PER_FRAME // len(digests)))
+            step = max(1, min(step, MAX_DIGESTS_PER_FRAME // len(digests.values)))
+        every_row = range(len(digests.values)) if digests else ()
         cuts = range(0, max(1, len(self.page_ids)), step)
         for number, cut in enumerate(cuts):
             ids = self.page_ids[cut : cut + step].copy()
@@ -76,7 +90,7 @@ class Chunk:
                 next(rank.generations),
                 ends,
                 self.aux if ends and rank.is_aux_owner else None,
-                None if digests is None else digests[:, cut : cut + step],
+                digests.part(every_row, slice(cut, cut + step)) if digests else None,
             )
 
 

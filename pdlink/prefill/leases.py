@@ -43,6 +43,13 @@ class ExpiringBook(Generic[KeyT, ValueT]):
         entry = self._entries.get(key)
         return entry.value if entry and entry.until > now else None
 
+    def renew(self, key: KeyT, now: float) -> ValueT | None:
+        """The value, which lives for `ttl_s` from now on: it is asked for as long as it is needed."""
+        value = self.get(key, now)
+        if value is not None:
+            self.put(key, value, now)
+        return value
+
     def pop(self, key: KeyT, now: float) -> ValueT | None:
         value = self.get(key, now)
         self._entries.pop(key, None)

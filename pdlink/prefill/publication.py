@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pdlink.control.frames import Ready
 from pdlink.errors import StateError
-from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests
+from pdlink.transfer.descriptors import Int64Array, PageRuns
+from pdlink.transfer.digests import DigestTable
+from pdlink.transfer.kept import Kept
+from pdlink.transfer.packing import pack_runs
+
+MAX_KEPT_RUNS = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -25,9 +29,14 @@ class Publication:
     generation: int
     last: bool = False
     aux: bytes | None = None
-    digests: Digests | None = None
+    digests: DigestTable | None = None
+    _runs: Kept[tuple[int, int], PageRuns] = field(default_factory=lambda: Kept(MAX_KEPT_RUNS))
 
-    def ready(self) -> Ready:
+    def pack_runs(self, start: int, num_pages: int) -> PageRuns:
+        """The page pairs that pack `num_pages` from `start` on, made once: most pieces have the same pages."""
+        return self._runs.of((start, num_pages), lambda: pack_runs(self.page_ids[start : start + num_pages]))
+
+    def ready(self, staged_pieces: int = 0) -> Ready:
         return Ready(
             self.sequence,
             self.group,
@@ -38,6 +47,7 @@ class Publication:
             self.last,
             self.aux,
             self.digests,
+            staged_pieces,
         )
 
 

@@ -10,47 +10,82 @@ verdict and never reports those bytes as a success.
 
 from __future__ import annotations
 
+import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, RLock
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from pdlink.control.frames import Abort, AbortAck, Body, Failed, Refused, Release, Subscribe, Subscribed, Verdict
-from pdlink.errors import StateError, TransferFailed
+from pdlink.control.frames import (
+    MAX_PUBLICATIONS,
+    Abort,
+    AbortAck,
+    Body,
+    Failed,
+    Refused,
+    Release,
+    Subscribe,
+    Subscribed,
+    Verdict,
+)
+from pdlink.errors import BackendError, LimitReached, StateError, TransferFailed
 from pdlink.layout.readers import ReaderSet
 from pdlink.prefill.chunk import Chunk, RankFacts, build_chunk
+from pdlink.prefill.packer import Key, Ticket
 from pdlink.prefill.publication import Publication, PublishedPages
+from pdlink.prefill.readers import Reader, ReaderTable
+from pdlink.prefill.ready_watch import DeviceEvent
+from pdlink.transfer.accounts import log_end
+from pdlink.transfer.ahead import Ahead
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests
+from pdlink.transfer.digests import DigestTable
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SENDER_MOVES, SenderState, StateCell
+
+log = logging.getLogger("pdlink.prefill")
 
 Send: TypeAlias = Callable[[bytes, int, Body], None]
 """(route, attempt, body): hand a frame about this request to the I/O thread."""
 
 
-@dataclass(slots=True)
-class _Reader:
-    """One reader of the set.
+class StageAhead(Protocol):
+    """Who packs pieces that no reader has asked for yet. Both calls come under the worker's lock."""
 
-    `seen` is the sequence up to which Ready frames were sent to its current route; `through` that it has released.
-    """
+    def reserve(self, key: Key, route: bytes, publication: Publication, ahead: Ahead) -> Sequence[Ticket]:
+        """Take slots for the first pieces of a publication, as many as there are free now."""
 
-    attempt: int
-    route: bytes
-    heard: float
-    seen: int = 0
-    through: bool = False
+    def begin(self, tickets: Sequence[Ticket]) -> None:
+        """Pack them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A publication that nobody has heard of: `ready` says when it may be, None as soon as those before it are."""
+
+    chunk: Chunk
+    ready: DeviceEvent | None
+    since: float
 
 
 class Sender:
     """One request on one rank. Made by `PrefillWorker.open`; see the module for threads and memory."""
 
     def __init__(
-        self, transfer_id: str, rank: RankFacts, send: Send, clock: Callable[[], float], lock: RLock | None = None
+        self,
+        transfer_id: str,
+        rank: RankFacts,
+        send: Send,
+        clock: Callable[[], float],
+        lock: RLock | None = None,
+        wait_for: Callable[[Sender], None] | None = None,
+        staging: StageAhead | None = None,
+        on_end: Callable[[Sender], None] | None = None,
     ) -> None:
+        """`wait_for` has somebody call `look_ready` until that says no; `staging` packs for readers unasked; `on_end`
+        is told of the end, under the lock."""
         self.transfer_id = transfer_id
         self.failure: Failure | None = None
         self.ended_at: float | None = None
@@ -64,15 +99,39 @@ class Sender:
         self._publications: list[Publication] = []
         self._published = PublishedPages()
         self._next_page: dict[str, int] = {}
-        self._set: ReaderSet | None = None
-        self._readers: dict[int, _Reader] = {}
+        self._readers = ReaderTable(min(rank.lease_s, rank.liveness_s))
         self._active = clock()
+        self._on_end = on_end
+        self._opened = clock()
+        self._trace_parent = ""
+        """That of the first reader which has one."""
+        self._wait_for = wait_for
+        self._staging = staging
+        self._waiting: deque[_Waiting] = deque()
+        """Publications that wait for a device, or behind one that does; in their order."""
+        self._said_last = False
+        self._first_pages: Mapping[str, int] | None = None
+        self._tell_change: Callable[[Sender], None] = lambda _: None
 
     # --- engine side ------------------------------------------------------------------------------
 
     def poll(self) -> SenderState:
         """The state now; never blocks. RELEASED, ABORTED and EXPIRED are final: the pages are the engine's again."""
         return self._state.now
+
+    def first_pages(self) -> Mapping[str, int] | None:
+        """The least page position that a reader wants, per page group; None until every reader has subscribed.
+
+        What lies before is on decode already, so it need not be published. Never blocks.
+        """
+        return self._first_pages
+
+    def watch(self, changed: Callable[[Sender], None]) -> None:
+        """Call `changed(self)` now, and at each change of the state or of `first_pages` from now on. By one caller. It
+        runs under the worker's lock: it must be quick, not raise, and only `poll` and `first_pages`."""
+        with self._lock:
+            self._tell_change = changed
+            changed(self)
 
     def raise_failure(self) -> None:
         """Raise `TransferFailed` with the first cause when the request ended badly."""
@@ -88,6 +147,7 @@ class Sender:
         layers: Mapping[str, Iterable[int]] | None = None,
         last: bool = False,
         aux: bytes | None = None,
+        ready: DeviceEvent | None = None,
     ) -> None:
         """Declare pages final, from now until the end of the request.
 
@@ -95,6 +155,10 @@ class Sender:
         without `start_page` they follow what was published of `group` before. `layers` narrows the owned layers
         (component -> global ids). `last` ends publishing; `aux` goes with it and is sent by the elected rank only.
         Several groups: publish each, `last` with the final one. After the request has ended this does nothing.
+
+        `ready` is recorded after the work that writes the pages, where a device still does it: until its `query` says
+        yes nobody hears of this publication, nor of a later one, and no byte of it is read. Publishing does not wait.
+        When it cannot be asked, the request fails.
 
         Raises `InvalidInput` for pages or layers that this rank does not have, `StateError` for a position published
         twice, a page given for two positions, or a publish after the last. Whether a page holds the tokens that the
@@ -104,17 +168,42 @@ class Sender:
             with self._lock:
                 if self._state.now.is_final:
                     return
-                if self._state.now is SenderState.PUBLISHED:
+                if self._said_last:
                     raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
                 start = self._next_page.get(group, 0) if start_page is None else start_page
+                if len(self._publications) + len(self._waiting) >= MAX_PUBLICATIONS:
+                    raise LimitReached(
+                        f"transfer {self.transfer_id!r} was published {MAX_PUBLICATIONS} times, which is the most; "
+                        "publish more pages at a time"
+                    )
                 chunk = build_chunk(self._rank, self.transfer_id, group, page_ids, start, layers, last, aux)
                 self._published.add(group, chunk.layers, start, chunk.page_ids)
                 self._next_page[group] = max(self._next_page.get(group, 0), chunk.stop_page)
-            # Without the lock, because hashing takes long and the I/O thread would wait for it.
-            digests = chunk.digests(self._rank)
+                self._said_last = last
+                behind = bool(self._waiting)
+            if not behind and self._is_done(ready):
+                self._hash_and_add(chunk)
+                return
+            assert self._wait_for is not None, "nobody looks at device events here"
             with self._lock:
-                if not self._state.now.is_final:
-                    self._add(chunk, digests)
+                self._waiting.append(_Waiting(chunk, ready, self._clock()))
+            self._wait_for(self)
+
+    def look_ready(self) -> bool:
+        """Publish what the device has computed; whether something still waits. By one thread, without the lock."""
+        while True:
+            with self._lock:
+                if self._state.now.is_final:
+                    self._waiting.clear()
+                if not self._waiting:
+                    return False
+                first = self._waiting[0]
+            if not self._is_done(first.ready):
+                return not self._state.now.is_final
+            self._hash_and_add(first.chunk)
+            with self._lock:
+                if self._waiting:  # which an end meanwhile may have cleared
+                    self._waiting.popleft()
 
     def withdraw(self, page_ids: Iterable[int], *, group: str = "kv") -> None:
         """Take published pages back. When this returns they may be reused: no reader can succeed with them any more.
@@ -126,7 +215,8 @@ class Sender:
             hit = [one for one in self._publications if one.group == group and np.isin(one.page_ids, wanted).any()]
             for one in hit:
                 one.generation = next(self._rank.generations)
-            if hit and not self._state.now.is_final:
+            waits = [one for one in self._waiting if one.chunk.has_any(group, wanted)]
+            if (hit or waits) and not self._state.now.is_final:
                 text = f"{len(wanted)} published pages were withdrawn by the prefill engine"
                 self._end(SenderState.ABORTED, Failure(FailureReason.GENERATION, text))
 
@@ -141,17 +231,16 @@ class Sender:
             if not self._state.now.is_final:
                 self._end(SenderState.ABORTED, cause)
 
-    # --- frames and time, called by the worker under its lock -------------------------------------
-
     def attempts(self) -> tuple[int, ...]:
         """The attempts that have taken part: each belongs to this request and to no later one of the same id."""
-        return tuple(reader.attempt for reader in self._readers.values())
+        with self._lock:
+            return self._readers.attempts()
+
+    # --- frames and time, called by the worker under its lock -------------------------------------
 
     def is_reading(self, attempt: int) -> bool:
         """Whether `attempt` may still pull: it is a reader of this request, and neither has ended."""
-        if self._state.now.is_final:
-            return False
-        return any(reader.attempt == attempt and not reader.through for reader in self._readers.values())
+        return not self._state.now.is_final and self._readers.is_reading(attempt)
 
     def publication(self, sequence: int) -> Publication | None:
         return self._publications[sequence] if 0 <= sequence < len(self._publications) else None
@@ -163,53 +252,54 @@ class Sender:
     def must_wait(self, readers: ReaderSet, attempt: int) -> bool:
         """Whether `attempt` must wait: an earlier attempt of that reader has not drained, or this request goes on
         without it because it has released."""
-        reader = self._readers.get(readers.reader_index)
-        stranger = self._set is not None and not self._set.agrees(readers)
-        if reader is None or reader.attempt == attempt or stranger or self._state.now.is_final:
-            return False
-        return reader.through or not self._is_silent(reader, self._clock())
+        return not self._state.now.is_final and self._readers.must_wait(readers, attempt, self._clock())
 
     def is_over_for(self, readers: ReaderSet, attempt: int) -> bool:
         """Whether `attempt` means a later request of the same id: this one has ended, and that reader with it."""
-        if not self._state.now.is_final:
+        if not self._state.now.is_final or self._readers.is_replaced(attempt):
             return False
-        reader = self._readers.get(readers.reader_index)
-        stranger = self._set is not None and not self._set.agrees(readers)
-        return stranger or (reader is not None and reader.attempt != attempt)
+        reader = self._readers.get(readers)
+        return self._readers.is_stranger(readers) or (reader is not None and reader.attempt != attempt)
 
     def on_subscribe(self, route: bytes, attempt: int, body: Subscribe) -> None:
         now = self._clock()
-        refusal = self._refusal(body.readers)
+        refusal = self._refusal(body.readers, attempt)
         if refusal:
             self._send(route, attempt, Refused(refusal.at(self._state.now, self._rank.worker_id)))
             if self._state.now.is_final:
-                self._readers.setdefault(body.readers.reader_index, _Reader(attempt, route, now, through=True))
+                self._readers.note(body.readers, attempt, route, now).through = True
             return
-        self._set = self._set or body.readers
         if self.must_wait(body.readers, attempt):
             # A new attempt of the same reader runs once the old one has drained; until then it is told to wait.
+            self._readers.wait(body.readers, now)
             self._send(route, attempt, Subscribed(self._rank.incarnation, 0, False))
             return
-        reader = self._readers.get(body.readers.reader_index)
-        if reader is None or reader.attempt != attempt:
-            reader = self._readers[body.readers.reader_index] = _Reader(attempt, route, now)
-        reader.route, reader.heard = route, now
+        reader = self._readers.admit(body.readers, attempt, route, now)
+        reader.spans = body.spans
+        self._trace_parent = self._trace_parent or body.trace_parent
+        reader.ahead = Ahead(body.stage_bytes, body.stage_pieces) if body.stage_bytes else None
+        self._first_pages = self._readers.wanted_from()
         reader.seen = min(body.next_sequence, len(self._publications))
         self._active = now
+        self._tell_change(self)
         self._send(route, attempt, Subscribed(self._rank.incarnation, len(self._publications), True))
         self._announce()
 
     def on_release(self, route: bytes, attempt: int, body: Release) -> Verdict:
         """Mark the reader as through and say whether all that it pulled was still published. The caller keeps it."""
-        self._active = self._clock()
+        now = self._clock()
         cause = self._changed(body.pulled)
-        if not cause and self._set and not self._set.agrees(body.readers):
+        if not cause and self._readers.is_stranger(body.readers):
             cause = self._other_set(body.readers)
+        reader = self._readers.get(body.readers)
+        if not cause and body.pulled and (reader is None or reader.attempt != attempt):
+            cause = self._not_its_place()
         verdict = Verdict(cause is None, cause)
         self._send(route, attempt, verdict)
         if cause is None:
-            self._set = self._set or body.readers
-            reader = self._readers.setdefault(body.readers.reader_index, _Reader(attempt, route, self._active))
+            self._active = now
+            self._readers.set = self._readers.set or body.readers
+            reader = self._readers.note(body.readers, attempt, route, now)
             reader.through = reader.through or reader.attempt == attempt
             self._finish_when_through()
         return verdict
@@ -221,56 +311,148 @@ class Sender:
 
     def stop(self, readers: ReaderSet, attempt: int, cause: Failure) -> None:
         """End the request because `attempt` cannot or will not go on, unless it has no say in it (any more)."""
-        reader = self._readers.get(readers.reader_index)
-        stranger = self._set is not None and not self._set.agrees(readers)
-        if self._state.now.is_final or stranger or (reader and (reader.attempt != attempt or reader.through)):
+        if self._state.now.is_final or self._readers.is_stranger(readers) or self._readers.is_replaced(attempt):
+            return
+        reader = self._readers.note(readers, attempt, b"", self._clock())
+        if reader.attempt != attempt or reader.through:
             return
         # It is that reader's request which ends, so that whoever else asks for this id means a later one.
-        self._set = self._set or readers
-        reader = self._readers.setdefault(readers.reader_index, _Reader(attempt, b"", self._clock()))
+        self._readers.set = self._readers.set or readers
         reader.through = True
-        self._end(SenderState.ABORTED, cause)
+        # Who has ended it, where the cause names no prefill rank: not this one, to which it would fall otherwise.
+        self._end(SenderState.ABORTED, cause.at("", readers.decode_instance))
 
-    def expire(self, now: float) -> None:
-        """End the request when nobody has touched its published pages for a lease."""
-        if self._publications and not self._state.now.is_final and now - self._active > self._rank.lease_s:
-            text = f"no reader was heard for {now - self._active:.1f} s (PDLINK_PUBLICATION_LEASE_S)"
-            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text))
+    def expire(self, now: float, awake_since: float = 0.0) -> None:
+        """End the request when nobody has touched its published pages for a lease, or a reader is silent for so long
+        that it must be dead. This process has listened since `awake_since`."""
+        if self._state.now.is_final:
+            return
+        if self._publications and now - self._active > self._rank.lease_s:
+            who = "no reader was heard" if self._readers.set else "nobody has asked for the published pages"
+            text = f"{who} for {now - self._active:.1f} s (PDLINK_PUBLICATION_LEASE_S)"
+            fix = (
+                "see whether decode is alive and was sent this request, or raise PDLINK_PUBLICATION_LEASE_S on prefill"
+            )
+            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text, fix=fix))
+        elif self._waiting and now - self._waiting[0].since > self._rank.lease_s:
+            text = f"the device has not written published pages for {now - self._waiting[0].since:.1f} s"
+            fix = "look for work on the engine's stream that does not end (PDLINK_PUBLICATION_LEASE_S)"
+            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text, fix=fix))
+        elif dead := self._readers.dead(now, awake_since):
+            assert self._readers.set is not None
+            text = (
+                f"reader {dead.index} of {self._readers.set.decode_instance!r} has not been heard for "
+                f"{now - dead.heard:.1f} s"
+            )
+            is_lease = self._rank.lease_s < self._rank.liveness_s  # the shorter of the two is what ended it
+            setting = "PDLINK_PUBLICATION_LEASE_S" if is_lease else "PDLINK_LIVENESS_TIMEOUT_S"
+            fix = f"see whether that decode rank is alive, or raise {setting} on prefill"
+            self._end(SenderState.EXPIRED, Failure(FailureReason.PEER_GONE, text, fix=fix))
+
+    @property
+    def holds_lease(self) -> bool:
+        """Whether pages are published and must stay as they are."""
+        return bool(self._publications) and not self._state.now.is_final
+
+    def account(self) -> dict[str, object]:
+        """The request's facts, once it has ended."""
+        readers = self._readers.set
+        # Layer ranges of the same pages are published apart, and count once.
+        published = {(one.group, one.start_page): len(one.page_ids) for one in self._publications}
+        return {
+            "transfer_id": self.transfer_id,
+            "worker_id": self._rank.worker_id,
+            "decode": readers.decode_instance if readers else "",
+            "num_readers": readers.num_readers if readers else 0,
+            "state": self._state.now.value,
+            "reason": self.failure.reason.value if self.failure else "",
+            "num_pages": sum(published.values()),
+            "num_publications": len(self._publications),
+            "elapsed_s": (self.ended_at or self._clock()) - self._opened,
+            "trace_parent": self._trace_parent,
+        }
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _add(self, chunk: Chunk, digests: Digests | None) -> None:
+    def _is_done(self, ready: DeviceEvent | None) -> bool:
+        """Whether the device is done with a publication. One that cannot be asked ends the request."""
+        try:
+            return ready is None or ready.query()
+        except Exception as error:  # noqa: BLE001 - the engine's own object; whatever it raises is why
+            text = f"the device event of a publication could not be asked: {type(error).__name__}: {error}"
+            fix = "look for a device error in the engine's log"
+            self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id, fix=fix))
+            return False
+
+    def _hash_and_add(self, chunk: Chunk) -> None:
+        """Without the lock, because hashing takes long and the I/O thread would wait for it."""
+        try:
+            digests = chunk.digests(self._rank)
+        except BackendError as error:
+            text = f"published pages could not be digested: {error}"
+            self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id))
+            return
+        with self._lock:
+            if not self._state.now.is_final:
+                self._add(chunk, digests)
+
+    def _add(self, chunk: Chunk, digests: DigestTable | None) -> None:
         self._publications += chunk.publications(self._rank, len(self._publications), digests)
         if self._state.now is SenderState.OPEN or chunk.last:
             self._state.advance(SenderState.PUBLISHED if chunk.last else SenderState.PUBLISHING)
+            self._tell_change(self)
         self._active = self._clock()
         self._announce()
         self._finish_when_through()
 
     def _announce(self) -> None:
-        for reader in self._readers.values():
+        for reader in self._readers:
             for publication in self._publications[reader.seen :] if not reader.through else ():
-                self._send(reader.route, reader.attempt, publication.ready())
+                tickets = self._stage_ahead(reader, publication)
+                try:
+                    # Told first: an answer to a ticket that the reader does not know comes back as of no use.
+                    self._send(reader.route, reader.attempt, publication.ready(len(tickets)))
+                finally:
+                    if tickets and self._staging:
+                        self._staging.begin(tickets)
             reader.seen = max(reader.seen, len(self._publications))
+            reader.told = max(reader.told, reader.seen)
 
-    def _refusal(self, readers: ReaderSet) -> Failure | None:
-        if self._set and not self._set.agrees(readers):
+    def _stage_ahead(self, reader: Reader, publication: Publication) -> Sequence[Ticket]:
+        """Take slots for what a reader will ask for, the first time that it hears of a publication which it wants all
+        of."""
+        if self._staging is None or reader.ahead is None or publication.sequence < reader.told:
+            return ()
+        stop = publication.start_page + len(publication.page_ids)
+        if not any(
+            span.group == publication.group
+            and span.first_page <= publication.start_page
+            and stop <= span.first_page + span.num_pages
+            for span in reader.spans or ()
+        ):
+            return ()
+        return self._staging.reserve((self.transfer_id, reader.attempt), reader.route, publication, reader.ahead)
+
+    def _refusal(self, readers: ReaderSet, attempt: int) -> Failure | None:
+        if self._readers.is_stranger(readers):
             return self._other_set(readers)
         if self._state.now.is_final:
             return self.failure or Failure(FailureReason.STALE, f"transfer {self.transfer_id!r} has been released")
-        return None
+        return self._not_its_place() if self._readers.is_replaced(attempt) else None
 
     def _other_set(self, readers: ReaderSet) -> Failure:
-        assert self._set is not None
+        first = self._readers.set
+        assert first is not None
         return Failure(
             FailureReason.DUPLICATE,
-            f"transfer {self.transfer_id!r} is read by {self._set.decode_instance!r} with {self._set.num_readers} "
+            f"transfer {self.transfer_id!r} is read by {first.decode_instance!r} with {first.num_readers} "
             f"readers; {readers.decode_instance!r} with {readers.num_readers} readers asks for it too",
             fix="give every live request a transfer id of its own",
         )
 
-    def _is_silent(self, reader: _Reader, now: float) -> bool:
-        return now - reader.heard > min(self._rank.lease_s, SILENT_AFTER_S)
+    def _not_its_place(self) -> Failure:
+        text = f"this attempt does not read transfer {self.transfer_id!r} (any more): a newer one took its place"
+        return Failure(FailureReason.STALE, text, self._rank.worker_id)
 
     def _changed(self, pulled: Mapping[int, int]) -> Failure | None:
         for sequence, generation in pulled.items():
@@ -282,9 +464,7 @@ class Sender:
         return None
 
     def _finish_when_through(self) -> None:
-        if self._set is None or self._state.now is not SenderState.PUBLISHED:
-            return
-        if sum(one.through for one in self._readers.values()) == self._set.num_readers:
+        if self._readers.are_through and self._state.now is SenderState.PUBLISHED:
             self._end(SenderState.RELEASED, None)
 
     def _end(self, state: SenderState, cause: Failure | None) -> None:
@@ -293,12 +473,12 @@ class Sender:
         # Generations first: once the state is final the engine may reuse the pages.
         for publication in self._publications:
             publication.generation = next(self._rank.generations)
-        for reader in self._readers.values():
+        for reader in self._readers:
             if self.failure and not reader.through:
                 self._send(reader.route, reader.attempt, Failed(self.failure))
         self.ended_at = self._clock()
         self._state.advance(state)
-
-
-SILENT_AFTER_S = 15.0
-"""A reader that has not repeated its subscribe for this long no longer keeps a new attempt of its own waiting."""
+        self._tell_change(self)
+        log_end(log, self.account(), self.failure)
+        if self._on_end:
+            self._on_end(self)

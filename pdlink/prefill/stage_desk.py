@@ -6,17 +6,21 @@ The slots and the packing are the stager's. All of it runs under the worker's lo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdlink.backends.staging import Arena
 from pdlink.config import Settings
 from pdlink.control.frames import Body, Credit, Failed, Frame, Stage, Verdict
 from pdlink.errors import InvalidInput
+from pdlink.events import Events
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.leases import AnswerBook
+from pdlink.prefill.packer import Key, Ticket
+from pdlink.prefill.publication import Publication
 from pdlink.prefill.sender import Sender
-from pdlink.prefill.stage_job import build_job
-from pdlink.prefill.stager import Key, Stager
+from pdlink.prefill.stage_job import RowTables, ahead_jobs, build_job
+from pdlink.prefill.stager import Stager
+from pdlink.transfer.ahead import MAX_PIECES, MAX_SEQUENCE, Ahead, ahead_ticket, is_ahead
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
 
@@ -37,8 +41,10 @@ class StageDesk:
         send: Callable[[bytes, Frame], None],
         sender_of: Callable[[str], Sender | None],
         answers: AnswerBook,
+        events: Events | None = None,
     ) -> None:
         self._rank = rank
+        self._tables = RowTables(rank)
         self._clock = clock
         self._send = send
         self._sender_of = sender_of
@@ -55,6 +61,7 @@ class StageDesk:
                 self._may_read,
                 self._fail_request,
                 self._taken_back,
+                events,
             )
 
     @property
@@ -75,11 +82,36 @@ class StageDesk:
             text = "whoever asks for pages to be staged is no reader of this request (any more)"
             known = sender.failure if sender else None
             self._fail(route, frame, known or Failure(FailureReason.STALE, text))
-        elif stager.num_tickets(key) >= MAX_TICKETS and not stager.knows(key, body.ticket):
+        elif is_ahead(body.ticket):
+            text = f"a reader asks with ticket {body.ticket}, one of those that only this rank gives"
+            self._fail(route, frame, Failure(FailureReason.PROTOCOL, text))
+        elif stager.knows(key, body.ticket, route):
+            pass
+        elif stager.num_tickets(key) >= MAX_TICKETS:
             text = f"a reader asks for more than {MAX_TICKETS} staged pieces at once"
             self._fail(route, frame, Failure(FailureReason.LIMIT, text))
-        elif not stager.knows(key, body.ticket):
+        else:
             self._admit(stager, sender, route, frame, body)
+
+    def reserve(self, key: Key, route: bytes, publication: Publication, ahead: Ahead) -> Sequence[Ticket]:
+        """Take slots for the first pieces of a publication that a reader will ask for, as many as are free now."""
+        stager = self._stager
+        if stager is None or not publication.layers or publication.sequence > MAX_SEQUENCE:
+            return ()
+        most = min(ahead.num_pieces, MAX_PIECES, MAX_TICKETS - stager.num_tickets(key))
+        jobs = ahead_jobs(self._tables, publication, ahead, most) if stager.is_free else []
+        numbered = [(ahead_ticket(publication.sequence, index), job) for index, job in enumerate(jobs)]
+        return stager.reserve(key, route, numbered)
+
+    def begin(self, tickets: Sequence[Ticket]) -> None:
+        """Pack what slots were reserved for."""
+        if self._stager:
+            self._stager.begin(tickets)
+
+    def reroute(self, route: bytes, transfer_id: str, attempt: int) -> None:
+        """A reader speaks along `route` now, so that its answers go there."""
+        if self._stager:
+            self._stager.reroute((transfer_id, attempt), route)
 
     def on_credit(self, frame: Frame, body: Credit) -> None:
         if self._stager:
@@ -107,7 +139,7 @@ class StageDesk:
             publication = sender.publication(body.sequence)
             if publication is None:
                 raise InvalidInput(f"{self._rank.worker_id} has no publication {body.sequence} to stage pages of")
-            job = build_job(self._rank, publication, body, stager.arena.area.slot_bytes)
+            job = build_job(self._tables, publication, body, stager.arena.area.slot_bytes)
         except InvalidInput as error:
             self._fail(route, frame, Failure(FailureReason.PLAN, str(error)))
             return

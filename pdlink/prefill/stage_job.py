@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdlink.control.frames import Stage
-from pdlink.errors import InvalidInput
+from pdlink.errors import InvalidInput, LayoutError
+from pdlink.layout.page_slices import held_runs
+from pdlink.layout.parts import Part
+from pdlink.layout.regions import Region
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.publication import Publication
+from pdlink.transfer.ahead import Ahead, cut_ahead
 from pdlink.transfer.descriptors import Int64Array, PullBatch
-from pdlink.transfer.digests import cells_in_order
+from pdlink.transfer.digests import by_component, cells_in_order
+from pdlink.transfer.kept import Kept
 from pdlink.transfer.packing import PageTable, pack
+
+NO_PARTS: Mapping[str, Part] = {}
+MAX_TABLES = 256
+"""Sets of rows that are remembered: the pieces of a rank's requests are much alike."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageJob:
-    """Pages (int64 [n] of this rank's pool) of some rows, and the generation in which they were asked for."""
+    """Page positions [start, start + num_pages) of a publication in some rows, and the generation in which they were
+    asked for."""
 
     publication: Publication
     generation: int
     table: PageTable
-    pages: Int64Array
+    start: int
+    num_pages: int
     nbytes: int
 
     @property
@@ -31,17 +43,58 @@ class StageJob:
         return self.publication.generation == self.generation
 
     def copies(self, slot_address: int) -> PullBatch:
-        return pack(self.pages, self.table, slot_address)
+        """By the thread that packs."""
+        return pack(self.publication.pack_runs(self.start, self.num_pages), self.table, slot_address)
 
 
-def build_job(rank: RankFacts, publication: Publication, body: Stage, slot_bytes: int) -> StageJob:
+class RowTables:
+    """Where the pages of the rows that readers name lie in a rank, made once for each set of rows."""
+
+    def __init__(self, rank: RankFacts) -> None:
+        self.rank = rank
+        self._tables: Kept[Hashable, tuple[PageTable, int]] = Kept(MAX_TABLES)
+
+    def of(self, layers: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part] = NO_PARTS) -> tuple[PageTable, int]:
+        """The table in packing order, and the bytes of one page position in all of its rows. All are of the rank.
+
+        Raises `LayoutError` for a part that pages of this rank cannot be cut into.
+        """
+        key = tuple(sorted(layers.items())), tuple(sorted(parts.items(), key=lambda one: one[0]))
+        return self._tables.of(key, lambda: self._make(layers, parts))
+
+    def _make(self, layers: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part]) -> tuple[PageTable, int]:
+        regions = [self.rank.regions[cell] for cell in cells_in_order(layers)]
+        if not parts:
+            columns = ((one.base_address, one.page_stride, one.page_bytes) for one in regions)
+            table = PageTable(*(np.array(column, dtype=np.int64) for column in zip(*columns, strict=True)))
+            return table, int(table.page_bytes.sum())
+        runs = [self._runs(one, parts.get(one.component)) for one in regions]
+        count = np.array([len(sizes) for _, sizes in runs], dtype=np.int64)
+        base = np.repeat(np.array([one.base_address for one in regions], dtype=np.int64), count)
+        stride = np.repeat(np.array([one.page_stride for one in regions], dtype=np.int64), count)
+        nbytes = np.concatenate([sizes for _, sizes in runs])
+        starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(count)])
+        offsets = np.concatenate([offsets for offsets, _ in runs])
+        return PageTable(base + offsets, stride, nbytes, starts), int(nbytes.sum())
+
+    def _runs(self, region: Region, wanted: Part | None) -> tuple[Int64Array, Int64Array]:
+        if wanted is None:
+            return np.zeros(1, dtype=np.int64), np.array([region.page_bytes], dtype=np.int64)
+        component = self.rank.layout.component(region.component)
+        found = held_runs(component, self.rank.parts[component.name], wanted)
+        if not len(found[0]):
+            raise LayoutError(f"pages of {component.name!r} here hold {self.rank.parts[component.name]}, not {wanted}")
+        return found
+
+
+def build_job(tables: RowTables, publication: Publication, body: Stage, slot_bytes: int) -> StageJob:
     """Check what a reader asks against what is published. Raises `InvalidInput` with the difference."""
-    asked = f"{rank.worker_id} was asked to stage publication {publication.sequence}"
-    cells = cells_in_order(body.layers)
-    strange = [cell for cell in cells if cell[1] not in publication.layers.get(cell[0], ())]
-    if strange or not cells:
-        named = f"{strange[0][0]!r} layer {strange[0][1]}" if strange else "no layer"
-        raise InvalidInput(f"{asked} with {named}, which it does not announce")
+    asked = f"{tables.rank.worker_id} was asked to stage publication {publication.sequence}"
+    strange = [
+        (name, ids) for name, ids in body.layers.items() if not set(ids) <= set(publication.layers.get(name, ()))
+    ]
+    if strange or not any(body.layers.values()):
+        raise InvalidInput(f"{asked} with {_strange(strange, publication)}")
     start = body.first_page - publication.start_page
     if start < 0 or not 1 <= body.num_pages <= len(publication.page_ids) - start:
         first = publication.start_page
@@ -49,11 +102,33 @@ def build_job(rank: RankFacts, publication: Publication, body: Stage, slot_bytes
             f"{asked} at page positions [{body.first_page}, {body.first_page + body.num_pages}); it announces "
             f"[{first}, {first + len(publication.page_ids)})"
         )
-    regions = [rank.regions[cell] for cell in cells]
-    columns = ((one.base_address, one.page_stride, one.page_bytes) for one in regions)
-    table = PageTable(*(np.array(column, dtype=np.int64) for column in zip(*columns, strict=True)))
-    nbytes = int(table.page_bytes.sum()) * body.num_pages
+    try:
+        table, nbytes = tables.of(body.layers, body.parts)
+    except LayoutError as error:
+        raise InvalidInput(f"{asked} in parts: {error}") from error
+    nbytes *= body.num_pages
     if nbytes > slot_bytes:
         raise InvalidInput(f"{asked} with {nbytes} bytes, and a slot has {slot_bytes}")
-    pages = publication.page_ids[start : start + body.num_pages]
-    return StageJob(publication, publication.generation, table, pages, nbytes)
+    return StageJob(publication, publication.generation, table, start, body.num_pages, nbytes)
+
+
+def ahead_jobs(tables: RowTables, publication: Publication, ahead: Ahead, most: int) -> list[StageJob]:
+    """The first pieces of a publication, at most `most`, as a reader will ask for them that wants all of it.
+
+    Empty where it cannot be cut as the reader says.
+    """
+    cells, num_pages = cells_in_order(publication.layers), len(publication.page_ids)
+    page_bytes = np.array([tables.rank.regions[cell].page_bytes for cell in cells], dtype=np.int64)
+    jobs = []
+    for piece in cut_ahead(page_bytes, num_pages, ahead)[:most]:
+        table, _ = tables.of(by_component(cells[piece.rows]))
+        said = (table, piece.first_page, piece.num_pages, piece.nbytes)
+        jobs.append(StageJob(publication, publication.generation, *said))
+    return jobs
+
+
+def _strange(found: list[tuple[str, tuple[int, ...]]], publication: Publication) -> str:
+    for name, ids in found:
+        layer = next(one for one in ids if one not in publication.layers.get(name, ()))
+        return f"{name!r} layer {layer}, which it does not announce"
+    return "no layer"

@@ -1,5 +1,5 @@
-"""Owns the staging slots that readers of one prefill rank hold, and the thread that packs into them. It decides nothing
-about a request: the worker says who may read, and ends the requests of those that cannot be served.
+"""Owns the tickets of one prefill rank's readers, and the staging slots that these hold. It packs nothing itself (see
+`packer`) and decides nothing about a request: the worker says who may read, and ends requests that cannot be served.
 
 A slot belongs to the packing thread until its piece is packed, then to the reader's ticket until the reader gives it
 back, is through or gone, or has kept it for the staging timeout. Everything but the packing runs under the worker's
@@ -8,52 +8,30 @@ lock.
 
 from __future__ import annotations
 
-import logging
-import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
 
-from pdlink.backends.host_copy import copy
 from pdlink.backends.staging import Arena
 from pdlink.config import Settings
 from pdlink.control.frames import Body, Credit, Staged
+from pdlink.events import Events
+from pdlink.prefill.packer import Key, Packer, Ticket
 from pdlink.prefill.stage_job import StageJob
+from pdlink.transfer.ahead import is_ahead
 from pdlink.transfer.failure import Failure, FailureReason
 
-log = logging.getLogger("pdlink.prefill")
-
-Key: TypeAlias = tuple[str, int]
-"""(transfer id, attempt)."""
 REMEMBERED = 1024
 """A ticket that is this much older than the newest of its attempt is taken for a late repeat."""
-JOIN_S = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    key: Key
-    number: int
-    route: bytes
-    job: StageJob
-    asked_at: float
-    slot: int | None = None
-    """Taken for it; given back by whoever ends the ticket."""
-    answer: Staged | None = None
-    """Packed: the slot is the reader's now."""
-    given_at: float = 0.0
-    said_at: float = 0.0
-    over: bool = False
 
 
 @dataclass(slots=True)
 class _Reading:
     """The tickets of one attempt: those that run, and the numbers of those that are over."""
 
-    tickets: dict[int, _Ticket] = field(default_factory=dict)
+    tickets: dict[int, Ticket] = field(default_factory=dict)
     over: set[int] = field(default_factory=set)
     newest: int = 0
 
@@ -62,6 +40,8 @@ class _Reading:
 
     def end(self, number: int) -> None:
         self.tickets.pop(number, None)
+        if is_ahead(number):
+            return  # which no reader asks for, so that it cannot come again
         self.over.add(number)
         if len(self.over) > 2 * REMEMBERED:
             self.over = {one for one in self.over if one > self.newest - REMEMBERED}
@@ -85,6 +65,7 @@ class Stager:
         may_read: Callable[[Key], bool],
         fail: Callable[[Key, Failure], None],
         taken_back: Callable[[Key], None],
+        events: Events | None = None,
     ) -> None:
         self.arena = arena
         self._worker_id = worker_id
@@ -97,10 +78,8 @@ class Stager:
         self._taken_back = taken_back
         self._readings: dict[Key, _Reading] = {}
         self._stamps = count(secrets.randbits(62))
-        self._queue: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"pdlink-pack-{worker_id}", daemon=True)
-        self._thread.start()
+        self._packer = Packer(worker_id, arena, settings.staging_timeout_s, clock, self._packed, events)
 
     # --- under the worker's lock --------------------------------------------------------------------
 
@@ -109,12 +88,14 @@ class Stager:
         reading = self._readings.get(key)
         return len(reading.tickets) if reading else 0
 
-    def knows(self, key: Key, number: int) -> bool:
-        """Whether this ticket has been asked for before; one that is packed is answered again."""
+    def knows(self, key: Key, number: int, route: bytes) -> bool:
+        """Whether this ticket has been asked for before; one that is packed is answered again, along `route`."""
         reading = self._readings.get(key)
         ticket = reading.tickets.get(number) if reading else None
-        if ticket and ticket.answer:
-            self._say(ticket, ticket.answer)
+        if ticket:
+            ticket.route = route
+            if ticket.answer:
+                self._say(ticket, ticket.answer)
         return ticket is not None or (reading is not None and reading.is_repeat(number))
 
     def stage(self, key: Key, number: int, route: bytes, job: StageJob) -> None:
@@ -122,9 +103,37 @@ class Stager:
         if self._closed:
             return
         reading = self._readings.setdefault(key, _Reading())
-        ticket = reading.tickets[number] = _Ticket(key, number, route, job, self._clock())
+        ticket = reading.tickets[number] = Ticket(key, number, route, job, self._clock())
         reading.newest = max(reading.newest, number)
-        self._queue.put(ticket)
+        self._packer.put(ticket)
+
+    def reroute(self, key: Key, route: bytes) -> None:
+        """Answer an attempt along `route` from now on."""
+        reading = self._readings.get(key)
+        for ticket in reading.tickets.values() if reading else ():
+            ticket.route = route
+
+    @property
+    def is_free(self) -> bool:
+        """Whether slots may be given away unasked: nobody who asked waits for one. What is packed unasked then comes
+        before whatever is asked for later, so that it never holds a slot behind somebody who waits for that."""
+        return not (self._closed or self._packer.death) and not any(ticket.slot is None for ticket in self._held())
+
+    def reserve(self, key: Key, route: bytes, numbered: Iterable[tuple[int, StageJob]]) -> list[Ticket]:
+        """Tickets for pieces that nobody has asked for yet, as many as there are free slots. `begin` must follow."""
+        tickets: list[Ticket] = []
+        for number, job in numbered:
+            slot = self.arena.slots.try_take() if job.nbytes <= self.arena.area.slot_bytes else None
+            if slot is None:
+                break
+            tickets.append(Ticket(key, number, route, job, self._clock(), slot))
+        return tickets
+
+    def begin(self, tickets: Iterable[Ticket]) -> None:
+        """Pack into slots that were reserved."""
+        for ticket in tickets:
+            self._readings.setdefault(ticket.key, _Reading()).tickets[ticket.number] = ticket
+            self._packer.put(ticket)
 
     def credit(self, key: Key, body: Credit) -> None:
         """Take slots back that their reader has read. Others, and other stamps, are left alone."""
@@ -165,10 +174,10 @@ class Stager:
                 # Its answer or its credit may be lost: the reader answers what it has no use for with a credit.
                 self._say(ticket, ticket.answer)
 
-    def _held(self) -> Iterable[_Ticket]:
+    def _held(self) -> Iterable[Ticket]:
         return (ticket for reading in self._readings.values() for ticket in reading.tickets.values())
 
-    def _end(self, ticket: _Ticket) -> None:
+    def _end(self, ticket: Ticket) -> None:
         """The ticket is over. A slot that is being packed into comes back from the packing thread."""
         ticket.over = True
         reading = self._readings.get(ticket.key)
@@ -177,16 +186,16 @@ class Stager:
         if ticket.answer:
             self._give(ticket)
 
-    def _give(self, ticket: _Ticket) -> None:
+    def _give(self, ticket: Ticket) -> None:
         slot, ticket.slot = ticket.slot, None
         if slot is not None:
             self.arena.slots.give(slot)
 
-    def _say(self, ticket: _Ticket, body: Body) -> None:
+    def _say(self, ticket: Ticket, body: Body) -> None:
         ticket.said_at = self._clock()
         self._send(ticket.route, *ticket.key, body)
 
-    # --- the packing thread -------------------------------------------------------------------------
+    # --- not under the worker's lock ----------------------------------------------------------------
 
     def close(self) -> None:
         """End the thread and take every slot back. Not under the worker's lock, which the thread may need."""
@@ -197,40 +206,21 @@ class Stager:
             for ticket in list(self._held()):
                 self._end(ticket)
             self._readings.clear()
-        self._queue.put(None)
-        self._thread.join(JOIN_S)
-        if self._thread.is_alive():
-            log.error("packing for %s does not end", self._worker_id)
+        self._packer.close()
 
-    def _run(self) -> None:
-        while (ticket := self._queue.get()) is not None:
-            try:
-                self._serve(ticket)
-            except Exception as error:  # a bug of ours ends this ticket, not the thread
-                log.exception("packing for %s failed", self._worker_id)
-                self._fail(ticket, Failure(FailureReason.INTERNAL, f"{type(error).__name__}: {error}"))
-
-    def _serve(self, ticket: _Ticket) -> None:
-        waited = self._settings.staging_timeout_s
-        ticket.slot = self.arena.slots.take(
-            ticket.asked_at + waited - self._clock(), lambda: self._closed or ticket.over
-        )
-        if ticket.slot is None:
-            text = f"none of the {self.arena.slots.num_slots} staging slots came free within {waited:g} s"
-            fix = "raise PDLINK_STAGING_SLOTS on prefill, or PDLINK_STAGING_TIMEOUT_S on both"
-            self._fail(ticket, Failure(FailureReason.TIMEOUT, text, self._worker_id, "staging", fix))
-            return
-        address = self.arena.area.address(ticket.slot)
-        packed = copy(ticket.job.copies(address), lambda: ticket.over)
+    def _packed(self, ticket: Ticket, failure: Failure | None) -> None:
+        """The packing thread is through with a ticket."""
         with self._lock:
-            if ticket.over or not packed:
+            if ticket.over:
                 self._give(ticket)
-            elif not ticket.job.is_current:
+            elif failure is None and not ticket.job.is_current:
                 self._fail(ticket, _changed(self._worker_id, ticket.job))
+            elif failure:
+                self._fail(ticket, failure)
             else:
                 self._grant(ticket)
 
-    def _grant(self, ticket: _Ticket) -> None:
+    def _grant(self, ticket: Ticket) -> None:
         assert ticket.slot is not None
         job, slot = ticket.job, ticket.slot
         offset = slot * self.arena.area.slot_bytes
@@ -238,14 +228,11 @@ class Stager:
         ticket.given_at = self._clock()
         self._say(ticket, ticket.answer)
 
-    def _fail(self, ticket: _Ticket, cause: Failure) -> None:
-        with self._lock:
-            self._give(ticket)
-            if not ticket.over:
-                ticket.answer = None
-                self._end(ticket)
-                self._fail_request(ticket.key, cause)
-                self.look(ticket.key)
+    def _fail(self, ticket: Ticket, cause: Failure) -> None:
+        self._give(ticket)
+        self._end(ticket)
+        self._fail_request(ticket.key, cause)
+        self.look(ticket.key)
 
 
 def _changed(worker_id: str, job: StageJob) -> Failure:

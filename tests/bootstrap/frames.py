@@ -10,6 +10,7 @@ from google.protobuf.message import Message
 
 from pdlink.address import Address
 from pdlink.bootstrap import error_wire, service_wire, wire
+from pdlink.bootstrap.control_keys import ControlKeys
 from pdlink.bootstrap.messages import PROTOCOL, PrefillServerInfo, RankInfo, Registration, Side
 from pdlink.errors import NotReady
 from pdlink.layout import (
@@ -25,6 +26,7 @@ from pdlink.layout import (
 )
 from pdlink.layout.components import heads, index_k, latent
 from pdlink.layout.staging import StagingArea
+from pdlink.secret import Secret
 from pdlink.v1 import bootstrap_pb2 as pb
 from pdlink.v1 import common_pb2
 
@@ -80,6 +82,11 @@ def region(name: str, layer: int) -> Region:
 SIZES = ParallelSizes(cp=3)
 KINDS = {"latent": PlanKind.SPLIT, "index_k": PlanKind.SPLIT, "draft.k": PlanKind.REPLICATED}
 STAGING = replace(ranks()[1], staging=StagingArea(0x7200_0000_0000, 8 << 20, 4, ("mooncake", "nixl")))
+DEVICE_AREA = StagingArea(0x7F30_0000_0000, 128 << 20, 4, ("ipc", "nixl"), MemoryKind.CUDA, 3)
+DEVICE_STAGING = replace(ranks()[1], staging=DEVICE_AREA)
+KEYS = ControlKeys(bytes(range(32)), bytes(range(32, 64)), Secret(bytes(range(64, 96))))
+GUARDED = replace(ranks()[1], control_keys=KEYS)
+OWNER = Secret(b"k" * 32)
 REGISTRATION = Registration("glm/prefill", PROTOCOL, layout(), SIZES, KINDS, ranks()[0])
 INFO = PrefillServerInfo("glm/prefill", PROTOCOL, layout(), fingerprint(layout()), SIZES, KINDS, ranks(), 12345)
 OTHER = CacheLayout(3, (latent(32, range(3), bytes_per_token=656, dtype="uint8"),))
@@ -90,8 +97,40 @@ GOLDENS = {
         REGISTRATION, service_wire.pack_registration, service_wire.unpack_registration, pb.Registration
     ),
     "rank_with_staging": Golden(STAGING, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo),
+    "rank_with_device_staging": Golden(
+        DEVICE_STAGING, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo
+    ),
     "prefill_server_info": Golden(INFO, service_wire.pack_info, service_wire.unpack_info, pb.PrefillServerInfo),
     "worker_key": Golden(REGISTRATION.key, service_wire.pack_key, service_wire.unpack_key, pb.WorkerKey),
+    "rank_with_control_keys": Golden(GUARDED, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo),
+    "endpoint_with_control_keys": Golden(
+        GUARDED.endpoint, service_wire.pack_endpoint, service_wire.unpack_endpoint, pb.Endpoint
+    ),
+    "worker_key_of_an_owner": Golden(
+        (REGISTRATION.key, OWNER.digest()),
+        lambda value: service_wire.pack_key(value[0], OWNER),
+        lambda message: (service_wire.unpack_key(message), service_wire.unpack_owner(message.owner_key)),
+        pb.WorkerKey,
+    ),
+    "register_request": Golden(
+        (REGISTRATION, OWNER.digest()),
+        lambda value: pb.RegisterRequest(
+            registration=service_wire.pack_registration(value[0]), owner_key=OWNER.reveal()
+        ),
+        lambda message: (
+            service_wire.unpack_registration(message.registration),
+            service_wire.unpack_owner(message.owner_key),
+        ),
+        pb.RegisterRequest,
+    ),
+    "resolve_request": Golden(
+        ("glm/prefill", Side.of(layout()), True),
+        lambda value: pb.ResolveRequest(
+            instance=value[0], decode=wire.pack_side(value[1]), takes_control_keys=value[2]
+        ),
+        lambda message: (message.instance, wire.unpack_side(message.decode), message.takes_control_keys),
+        pb.ResolveRequest,
+    ),
     "endpoint": Golden(ranks()[1].endpoint, service_wire.pack_endpoint, service_wire.unpack_endpoint, pb.Endpoint),
     "side": Golden(Side.of(layout()), wire.pack_side, wire.unpack_side, common_pb2.Side),
     "refusal": Golden(

@@ -29,12 +29,13 @@ from pdlink.errors import (
     UnknownInstance,
 )
 from pdlink.events import Events
+from pdlink.health import Health
 from pdlink.layout import fingerprint
 from pdlink.v1 import bootstrap_pb2 as pb
 from tests.bootstrap.values import PRINT, make_instance, make_layout
 
 NAME = "prefill-a"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def register(server, *registrations):
@@ -387,14 +388,22 @@ def test_a_watch_ends_with_close_and_says_nothing_after(serve, client):
     assert watch.failure is None
 
 
-def test_a_callback_that_raises_ends_its_watch_and_is_reported(serve, client):
-    died = threading.Event()
+@pytest.mark.parametrize("error", [RuntimeError("mine"), SystemExit("mine")], ids=lambda one: repr(one))
+def test_a_callback_that_raises_ends_its_watch_and_is_reported(serve, client, error):
+    died, deaths = threading.Event(), []
     events = Events()
-    events.subscribe(lambda event: died.set() if event.name == "bootstrap.watch_died" else None)
+    health = Health(events)
 
     def raises(answer):
-        raise RuntimeError("mine")
+        raise error
 
-    watch = client(serve().address, events=events).watch(NAME, PRINT, raises)
+    def told(death):
+        deaths.append(death)
+        died.set()
+
+    watch = client(serve().address, events=events).watch(NAME, PRINT, raises, told)
     assert died.wait(WAIT_S)
-    assert str(watch.failure) == "mine"
+    assert watch.failure is error
+    assert health.report().reasons == (deaths[0].text,)
+    watch.close()
+    watch.close()

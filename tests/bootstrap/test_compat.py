@@ -1,8 +1,9 @@
 from dataclasses import replace
 
-from pdlink.bootstrap.compat import check, check_body
+from pdlink.bootstrap.compat import check, check_body, check_parts
 from pdlink.bootstrap.messages import PROTOCOL, PrefillServerInfo, ProtocolRange, Side
-from pdlink.layout import ParallelSizes, fingerprint
+from pdlink.config import Settings
+from pdlink.layout import CacheLayout, ParallelSizes, Part, fingerprint
 from pdlink.layout.components import heads
 from tests.bootstrap.values import make_instance, make_layout
 
@@ -71,9 +72,65 @@ def test_drafts_are_compared_only_where_both_sides_have_one():
     assert check_body(info, plain) == ()
     assert check_body(info, small) == ()
     found = check_body(info, large)
-    assert "draft.k.page_bytes" in [one.field for one in found]
+    assert "draft.k.fields" in [one.field for one in found]
     assert check(Side.of(small), Side.of(large)) == ()
 
 
 def test_this_build_speaks_version_one():
     assert PROTOCOL.agree(ProtocolRange(1, 1)) == 1
+
+
+def by_heads(num_heads, **more):
+    return CacheLayout(2, (heads("k", 64, range(2), num_heads=num_heads, head_bytes=8, dtype="bfloat16", **more),))
+
+
+def of_heads(tp, num_heads):
+    layout, sizes = by_heads(num_heads, total_heads=8), ParallelSizes(tp=tp)
+    return make_info(make_instance(layout, sizes))
+
+
+def test_sides_that_split_heads_otherwise_fit():
+    sides = [Side.of(by_heads(8)), Side.of(by_heads(8, total_heads=8)), Side.of(by_heads(2, total_heads=8))]
+    assert all(check(one, other) == () for one in sides for other in sides)
+
+
+def test_sides_of_other_heads_do_not_fit():
+    found = check(Side.of(by_heads(4, total_heads=8)), Side.of(by_heads(4, total_heads=16)))
+    assert [(one.field, one.prefill, one.decode) for one in found] == [("k.heads", "8", "16")]
+    assert "total_heads" in found[0].fix
+
+
+def test_parts_of_one_model_can_be_converted():
+    decode = by_heads(2, total_heads=8)
+    for rank in range(4):
+        assert check_parts(of_heads(2, 4), decode, {"k": Part(rank, 4)}, Settings()) == ()
+
+
+def test_digests_of_whole_pages_are_no_digests_of_parts():
+    decode, verify = by_heads(2, total_heads=8), Settings(verify_digests=True)
+    (found,) = check_parts(of_heads(2, 4), decode, {"k": Part(1, 4)}, verify)
+    assert found.field == "verify_digests"
+    assert "PDLINK_VERIFY_DIGESTS=0" in found.fix
+    assert check_parts(of_heads(2, 4), by_heads(4, total_heads=8), {"k": Part(1, 2)}, verify)
+    assert check_parts(of_heads(1, 8), by_heads(8, total_heads=8), {"k": Part()}, verify) == ()
+
+
+def test_what_cannot_be_converted_is_a_mismatch():
+    (found,) = check_parts(of_heads(1, 8), by_heads(8), {"k": Part(0, 1, 0, 3)}, Settings())
+    assert found.field == "k.part"
+    assert "dcp=3 does not divide page_size=64" in found.fix
+
+
+def test_a_draft_that_prefill_lacks_is_refused_where_it_is_demanded():
+    info, drafted = make_info(make_instance(make_layout())), with_draft(make_layout(), 64)
+    parts = {one.name: Part() for one in drafted.components}
+    assert check_parts(info, drafted, parts, Settings()) == ()
+    (found,) = check_parts(info, drafted, parts, Settings(require_draft=True))
+    assert (found.field, found.prefill, found.decode) == ("draft.k", "absent", "required")
+    kept = [one.rank for one in make_instance(drafted)]
+    kept = [replace(one, regions=tuple(r for r in one.regions if r.component != "draft.k")) for one in kept]
+    hidden = replace(make_info(make_instance(drafted)), ranks=tuple(kept))
+    assert check_parts(hidden, drafted, parts, Settings()) == ()
+    (found,) = check_parts(hidden, drafted, parts, Settings(require_draft=True))
+    assert (found.field, found.prefill, found.decode) == ("draft.k", "not offered", "required")
+    assert check_parts(make_info(make_instance(drafted)), make_layout(), parts, Settings(require_draft=True)) == ()

@@ -2,10 +2,10 @@ from dataclasses import replace
 
 import pytest
 
-from pdlink.bootstrap.directory import Directory, LeaseStatus
+from pdlink.bootstrap.directory import GONE_TTL_S, Claim, Directory, LeaseStatus
 from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.bootstrap.refusals import RegistrationConflict
-from pdlink.errors import IncompatibleError, InvalidInput, NotReady, StaleIncarnation, UnknownInstance
+from pdlink.errors import IncompatibleError, InvalidInput, NotOwner, NotReady, StaleIncarnation, UnknownInstance
 from pdlink.layout import ParallelSizes, PlanKind, RankCoordinates
 from tests.bootstrap.values import make_instance, make_layout
 
@@ -218,24 +218,24 @@ def test_changes_are_handed_out_once():
 
 
 def test_a_worker_that_comes_and_goes_leaves_no_timers_behind():
-    first = make_instance()[0]
+    lives = [make_instance(incarnation=one)[0] for one in range(1, 102)]
     directory = Directory(10.0)
-    for step in range(100):
-        directory.register(first, step * 5.0)
-        directory.withdraw(first.key, step * 5.0)
+    for step, life in enumerate(lives[:100]):
+        directory.register(life, step * 5.0)
+        directory.withdraw(life.key, step * 5.0)
     assert len(directory._deadlines) <= 3
-    directory.register(first, 500.0)
+    directory.register(lives[100], 500.0)
     assert directory.expire(509.9) == 0
     assert directory.expire(510.0) == 1
 
 
 def test_the_timers_of_a_worker_that_left_do_not_outlive_their_time():
-    first = make_instance()[0]
+    lives = [make_instance(incarnation=one)[0] for one in range(1, 7)]
     directory = Directory(10.0)
-    for _ in range(5):
-        directory.register(first, 0.0)
-        directory.withdraw(first.key, 0.0)
-    directory.register(first, 5.0)
+    for life in lives[:5]:
+        directory.register(life, 0.0)
+        directory.withdraw(life.key, 0.0)
+    directory.register(lives[5], 5.0)
     assert directory.expire(10.0) == 0
     assert len(directory._deadlines) == 1
 
@@ -253,9 +253,103 @@ def test_a_full_directory_refuses_strangers_and_keeps_its_own():
     assert directory.register(replace(first, rank=replace(first.rank, incarnation=2)), 0.0) is True
 
 
+def test_registrations_are_bounded_in_bytes_too_and_give_them_back():
+    first, second = make_instance()
+    directory = Directory(10.0, max_bytes=100)
+    directory.register(first, 0.0, num_bytes=60)
+    for num_bytes in (41, 101):
+        with pytest.raises(InvalidInput, match="take 60 bytes"):
+            directory.register(second, 0.0, num_bytes=num_bytes)
+    larger = replace(first, rank=replace(first.rank, incarnation=2))
+    directory.register(larger, 0.0, num_bytes=100)
+    directory.withdraw(larger.key, 0.0)
+    directory.register(second, 0.0, num_bytes=100)
+    assert directory.expire(11.0) == 1
+    assert directory._num_bytes == 0
+
+
 def test_thousands_of_ranks_register_and_resolve():
     registrations = make_instance(make_layout(78), ParallelSizes(dp=64, cp=8, tp=8))
     directory = filled(registrations)
     assert all(directory.renew(one.key, 5.0) is LeaseStatus.RENEWED for one in registrations)
     assert len(directory.resolve(NAME, 14.0).ranks) == 4096
     assert directory.expire(15.0) == 4096
+
+
+MINE, THEIRS = Claim(b"m" * 32), Claim(b"t" * 32)
+
+
+def test_a_registration_is_changed_renewed_and_withdrawn_by_its_owner_only():
+    first, second = make_instance()
+    directory = Directory(10.0)
+    for one in (first, second):
+        directory.register(one, 0.0, MINE)
+    before = directory.resolve(NAME, 1.0)
+    other = replace(first, rank=replace(first.rank, transports={"nixl": b"elsewhere"}))
+    for claim in (THEIRS, Claim()):
+        for registration in (first, other):
+            with pytest.raises(NotOwner, match=r"'w0' .* is registered by another process"):
+                directory.register(registration, 1.0, claim)
+        assert directory.renew(first.key, 1.0, claim) is LeaseStatus.NOT_OWNER
+        with pytest.raises(NotOwner, match="another process's to withdraw"):
+            directory.withdraw(first.key, 1.0, claim)
+    assert directory.resolve(NAME, 1.0) == before
+    assert directory.register(other, 1.0, MINE) is True
+    assert directory.renew(first.key, 9.0, MINE) is LeaseStatus.RENEWED
+    assert directory.withdraw(first.key, 9.0, MINE)
+
+
+def test_what_a_peer_without_owner_keys_registers_is_not_for_one_with_a_key_to_take():
+    first = make_instance()[0]
+    directory = Directory(10.0)
+    directory.register(first, 0.0)
+    with pytest.raises(NotOwner):
+        directory.register(first, 0.0, THEIRS)
+    assert directory.renew(first.key, 0.0) is LeaseStatus.RENEWED
+    assert directory.withdraw(first.key, 0.0)
+
+
+def test_a_life_that_withdrew_or_was_replaced_does_not_come_back_even_with_its_own_key():
+    old, new = (make_instance(incarnation=one)[0] for one in (1, 2))
+    directory = Directory(10.0)
+    directory.register(old, 0.0, MINE)
+    directory.register(new, 1.0, THEIRS)
+    directory.withdraw(new.key, 2.0, THEIRS)
+    for life, claim in ((old, MINE), (new, THEIRS)):
+        with pytest.raises(StaleIncarnation, match="has withdrawn or was replaced"):
+            directory.register(life, 3.0, claim)
+    with pytest.raises(UnknownInstance):
+        directory.resolve(NAME, 3.0)
+    directory.register(make_instance(incarnation=3)[0], 3.0, THEIRS)
+
+
+def test_a_life_whose_lease_ran_out_may_register_again():
+    first = make_instance()[0]
+    directory = Directory(10.0)
+    directory.register(first, 0.0, MINE)
+    assert directory.expire(10.0) == 1
+    assert directory.register(first, 11.0, MINE) is True
+
+
+def test_a_newer_process_replaces_an_older_one_only_under_the_same_certificate():
+    old, new = (make_instance(incarnation=one)[0] for one in (1, 2))
+    directory = Directory(10.0)
+    directory.register(old, 0.0, replace(MINE, identity="node-a"))
+    for identity in ("node-b", ""):
+        with pytest.raises(NotOwner, match="another certificate"):
+            directory.register(new, 1.0, replace(THEIRS, identity=identity))
+    assert directory.register(new, 1.0, replace(THEIRS, identity="node-a")) is True
+    directory.expire(11.0)
+    newest = make_instance(incarnation=3)[0]
+    assert directory.register(newest, 11.0, replace(MINE, identity="node-b")) is True  # its place was free
+
+
+def test_lives_that_ended_are_remembered_for_a_time_and_in_bounded_number():
+    lives = [make_instance(incarnation=one)[0] for one in range(1, 9)]
+    directory = Directory(10.0, max_workers=4)
+    for life in lives:
+        directory.register(life, 0.0)
+    assert len(directory._gone) == 4
+    directory.expire(GONE_TTL_S)
+    assert directory._gone == {}
+    assert directory.register(lives[7], GONE_TTL_S) is True

@@ -1,5 +1,7 @@
 """The service over real gRPC on loopback: registering, resolving, refusing."""
 
+import logging
+import queue
 import random
 import socket
 import threading
@@ -25,7 +27,7 @@ from pdlink.v1 import bootstrap_pb2 as pb
 from tests.bootstrap.values import PRINT, make_instance, make_layout
 
 NAME = "prefill-a"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def register(server, *registrations):
@@ -192,6 +194,15 @@ def test_too_many_renewals_in_one_request_are_refused(serve):
     assert call_raw(server, "Renew", data) is grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_a_caller_that_asks_wrongly_without_end_does_not_flood_the_log(serve, caplog):
+    server = serve()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            assert call_raw(server, "Renew", b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+        assert call_raw(server, "Register", b"\xff") is grpc.StatusCode.INVALID_ARGUMENT
+    assert [text.split(" from ")[0] for text in caplog.messages] == ["refused Renew", "refused Register"]
+
+
 def test_a_defect_in_a_handler_answers_internal_is_counted_and_the_service_lives_on(serve, client, monkeypatch):
     seen = []
     events = Events()
@@ -260,7 +271,8 @@ def test_health_and_reflection_are_served(serve):
             assert status == health_pb2.HealthCheckResponse.SERVING
         ask = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(ask, timeout=TIMEOUT_S))
-        assert SERVICE in [one.name for one in answer.list_services_response.service]
+        names = {one.name for one in answer.list_services_response.service}
+        assert names >= {SERVICE, "pdlink.v1.Inspector", "grpc.health.v1.Health"}
 
 
 def test_closing_twice_frees_the_port_and_ends_the_thread(serve):
@@ -287,3 +299,29 @@ def test_thousands_of_ranks_register_and_resolve(serve, client):
     assert set(answer.statuses) == {pb.LEASE_STATUS_RENEWED}
     info = client(server.address).resolve(NAME, fingerprint(make_layout(78)), timeout_s=30.0)
     assert len(info.ranks) == 4096
+
+
+def test_a_worker_whose_lease_runs_out_is_named_in_the_log_and_told(serve, caplog):
+    now, told, events = [0.0], queue.Queue(), Events()
+    events.subscribe(lambda event: told.put(event) if event.name == "bootstrap.expired" else None)
+    server = serve(clock=lambda: now[0], events=events, settings=Settings(registration_lease_s=5.0))
+    register(server, *make_instance())
+    now[0] = 6.0
+    names = {told.get(timeout=20).fields["worker_id"] for _ in range(2)}
+    server.close()  # so that the line is written
+    assert names == {"w0", "w1"}
+    (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    assert line.startswith("lease of worker w0, w1 of prefill-a ran out: not renewed within 5 s")
+
+
+def test_a_newer_process_that_takes_a_live_name_is_a_warning_with_both(serve, caplog):
+    server = serve()
+    before, after = make_instance(incarnation=1)[0], make_instance(incarnation=2)[0]
+    register(server, before, before)
+    assert not [one for one in caplog.records if one.levelno == logging.WARNING]
+    register(server, after)
+    (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]
+    old, new = before.rank.control_endpoint, after.rank.control_endpoint
+    assert (
+        f"worker w0 of prefill-a was live as incarnation 1 at {old}, and is replaced by incarnation 2 at {new}" in line
+    )

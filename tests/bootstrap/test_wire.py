@@ -12,10 +12,10 @@ from pdlink.bootstrap import error_wire, service_wire
 from pdlink.bootstrap.messages import MAX_TRANSPORT_BYTES, PrefillServerInfo, RankInfo
 from pdlink.bootstrap.refusals import RegistrationConflict
 from pdlink.errors import FrameError, IncompatibleError, InvalidInput, LayoutError, Mismatch, PdlinkError
-from pdlink.layout import ParallelSizes, PlanKind, RankCoordinates, Region, fingerprint
+from pdlink.layout import MemoryKind, ParallelSizes, PlanKind, RankCoordinates, Region, fingerprint
 from pdlink.v1 import bootstrap_pb2 as pb
 from pdlink.v1 import common_pb2
-from tests.bootstrap.frames import GOLDENS, INFO, REGISTRATION, STAGING
+from tests.bootstrap.frames import DEVICE_STAGING, GOLDENS, INFO, REGISTRATION, STAGING
 from tests.bootstrap.values import make_instance, make_layout
 
 VERSION_1 = json.loads((Path(__file__).parent / "golden" / "v1.json").read_text())
@@ -72,6 +72,25 @@ def test_a_staging_area_that_cannot_be_memory_is_refused(field, value, text):
         service_wire.unpack_rank_info(message)
 
 
+def test_slots_in_host_memory_are_told_as_before_there_were_any_in_device_memory():
+    message = service_wire.pack_rank_info(STAGING)
+    assert not message.staging.memory
+    assert service_wire.unpack_rank_info(message).staging.memory is MemoryKind.HOST
+
+
+def test_slots_in_memory_of_an_unknown_kind_are_refused():
+    message = service_wire.pack_rank_info(STAGING)
+    message.staging.memory = 9
+    with pytest.raises(FrameError, match="unknown memory kind 9"):
+        service_wire.unpack_rank_info(message)
+
+
+def test_where_slots_lie_is_what_their_region_says():
+    region = DEVICE_STAGING.staging.region()
+    assert (region.memory, region.device) == (MemoryKind.CUDA, 3)
+    assert region.end_address - region.base_address == 4 * (128 << 20)
+
+
 @pytest.mark.parametrize("names", [["a\nb"], [""], [str(number) for number in range(17)]])
 def test_backends_of_a_staging_area_are_names_and_not_too_many(names):
     message = service_wire.pack_rank_info(STAGING)
@@ -117,6 +136,7 @@ def changed(path, value):
         ("layout.components.0.fields.0.offset", 1 << 63, "outside its page"),
         ("layout.components.0.fields.0.num_heads", 0, "num_heads"),
         ("layout.components.0.fields.0.num_heads", 1 << 31, "token rows"),
+        ("layout.components.0.total_heads", 3, "has 1 of 3 heads on tp rank 0"),
         ("layout.components.0.dtype", "", "dtype of component 'latent'"),
         ("sizes.cp", 0, "cp=0"),
         ("sizes.dp", 1 << 31, "at most 65536"),

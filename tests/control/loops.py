@@ -14,7 +14,7 @@ from pdlink.address import Address
 from pdlink.control.frames import Frame, Ping
 from pdlink.control.loop import Channel, ControlLoop, Server
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 ANY = Address("127.0.0.1", 0)
 
 

@@ -113,7 +113,6 @@ def test_a_closed_loop_refuses_sockets_and_drops_calls():
     assert ran == []
 
 
-@pytest.mark.timeout(20)
 def test_a_loop_with_sockets_that_never_started_closes():
     loop = ControlLoop()
     server = loop.bind(ANY, Box())
@@ -122,7 +121,6 @@ def test_a_loop_with_sockets_that_never_started_closes():
     loop.close()
 
 
-@pytest.mark.timeout(20)
 def test_a_loop_closes_right_after_a_socket_was_made():
     for _ in range(20):
         loop = ControlLoop().start()
@@ -131,7 +129,6 @@ def test_a_loop_closes_right_after_a_socket_was_made():
         assert not loop.is_alive
 
 
-@pytest.mark.timeout(20)
 def test_a_loop_may_be_closed_by_its_own_thread():
     loop, closed = ControlLoop().start(), threading.Event()
     thread = Box()

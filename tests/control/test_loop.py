@@ -28,6 +28,15 @@ def test_frames_go_both_ways_unchanged_and_in_order(loop):
     assert (loop.counters.malformed, loop.counters.dropped, loop.counters.handler_errors) == (0, 0, 0)
 
 
+def test_frames_that_are_sent_together_arrive_one_by_one_in_their_order(loop):
+    inbox = Box()
+    channel = loop.connect(loop.bind(ANY, inbox).address, Box())
+    channel.send(*(ping(nonce) for nonce in range(5)))
+    assert [inbox.take()[1] for _ in range(5)] == [ping(nonce) for nonce in range(5)]
+    flush(loop)
+    assert loop.counters.sent == 5
+
+
 def test_each_channel_gets_its_own_answers(loop):
     inbox, boxes = Box(), [Box() for _ in range(8)]
     server = loop.bind(ANY, inbox)

@@ -153,6 +153,8 @@ def setter(**values):
         ("ready_last", setter(digests=b"1234567"), "7 digest bytes where 32 belong"),
         ("ready", setter(digests=b"12345678"), "8 digest bytes where 120 belong"),
         ("ready_nothing", setter(digests=b"12345678"), "8 digest bytes where 0 belong"),
+        ("ready_mixed", setter(digests=b"12345678"), "8 digest bytes where 16 belong"),
+        ("ready_mixed", setter(digest_kind="x" * 257), "name of a kind of digests that is too long"),
         ("ready_last", setter(aux=b"x" * (MAX_AUX_BYTES + 1)), f"aux of {MAX_AUX_BYTES + 1} bytes"),
         ("ready", repeat_first("layers"), "component 'latent' is listed twice"),
         ("ready", cut_layers, "layers of 'latent' do not increase"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 from pdlink.config import Settings, load_settings
-from pdlink.control.frames import Abort, Release, Subscribed
+from pdlink.control.frames import Abort, Ready, Release, Subscribed
 from pdlink.decode.actions import Pull, Resubscribe, StopPulls
+from pdlink.transfer.digests import DigestTable, cells_in_order
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import ReceiverState
 from tests.decode.rig import INCARNATION, Wait, make_layout, make_plan, make_request, ready
@@ -96,6 +100,17 @@ def test_success_needs_a_yes_of_every_owner() -> None:
     assert wait.merge.is_settled
 
 
+def test_a_rank_that_has_vouched_cannot_take_it_back_when_it_is_asked_again() -> None:
+    """It may have forgotten the request by then: the repeat was on its way while its answer was."""
+    wait = confirming()
+    wait.merge.on_verdict("r1", True, None, wait.now)
+    wait.merge.on_verdict("r1", False, Failure(FailureReason.STALE, "unknown here", "r1"), wait.now)
+    wait.merge.on_refused("r1", Failure(FailureReason.STALE, "unknown here", "r1"), wait.now)
+    assert wait.merge.state is ReceiverState.CONFIRMING
+    wait.merge.on_verdict("r0", True, None, wait.now)
+    assert wait.merge.state is ReceiverState.DONE
+
+
 def test_a_no_without_a_cause_fails_all_the_same() -> None:
     wait = confirming()
     wait.merge.on_verdict("r0", False, None, wait.now)
@@ -171,6 +186,55 @@ def test_nothing_is_reported_while_a_pull_may_still_land() -> None:
     assert wait.merge.state is ReceiverState.DRAINING
     wait.merge.on_pulled("r0", pull.ticket, None, wait.now)
     assert wait.merge.state is ReceiverState.ABORTED
+
+
+ENOUGH = Failure(FailureReason.ABORTED, "enough")
+
+
+def test_an_abort_in_any_state_ends_the_request_once_and_posts_nothing_more() -> None:
+    subscribed, pulling, confirms = start(), start(), confirming()
+    publish(pulling, "r0")
+    pulls = pulling.take(Pull)
+    confirms.merge.on_verdict("r0", True, None, confirms.now)
+    for wait in (subscribed, pulling, confirms):
+        state = wait.merge.state
+        wait.merge.fail(ENOUGH, wait.now)
+        assert wait.merge.state is ReceiverState.DRAINING, state
+        asked = set(wait.sent(Abort))
+        assert asked == (EVERYONE if wait is not confirms else {"r1"}), state
+        publish(wait, "r1")
+        assert wait.take(Pull) == [], state
+        for pull in pulls if wait is pulling else ():
+            assert not wait.merge.state.is_final
+            wait.merge.on_pulled(pull.worker_id, pull.ticket, None, wait.now)
+        for worker_id in asked:
+            wait.merge.on_abort_ack(worker_id, wait.now)
+        assert wait.merge.state is ReceiverState.ABORTED, state
+        assert wait.merge.is_settled
+
+
+def test_verdicts_that_come_after_an_abort_make_no_success() -> None:
+    wait = confirming()
+    wait.merge.on_verdict("r0", True, None, wait.now)
+    wait.merge.fail(ENOUGH, wait.now)
+    wait.merge.on_verdict("r1", True, None, wait.now)
+    wait.merge.on_verdict("r0", True, None, wait.now)
+    assert wait.merge.state is ReceiverState.ABORTED
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "aborted"])
+def test_an_abort_after_the_end_changes_nothing_and_tells_nobody(end: str) -> None:
+    wait = confirming()
+    for worker_id in sorted(EVERYONE):
+        if end == "aborted":
+            wait.merge.fail(Failure(FailureReason.ABORTED, "first"), wait.now)
+        wait.merge.on_verdict(worker_id, end == "done", None, wait.now)
+    before = (wait.merge.state, wait.merge.failure)
+    assert wait.merge.state.value == end
+    wait.sent(Abort)
+    wait.merge.fail(ENOUGH, wait.now)
+    assert (wait.merge.state, wait.merge.failure) == before
+    assert wait.sent(Abort) == {}
 
 
 def test_an_abort_is_repeated_for_a_while_after_the_end_and_then_no_more() -> None:
@@ -272,6 +336,62 @@ def test_each_wait_ends_by_its_own_setting_and_names_the_rank(setting: str, reas
     assert wait.merge.failure.worker_id == "r1"
 
 
+@pytest.mark.parametrize(
+    ("is_open", "named", "text"),
+    [
+        ({"r0": True, "r1": False}, "r1", "r0 (begun), r1 (its engine has not begun)"),
+        ({"r0": True, "r1": True}, "r0", "r0 (begun), r1 (begun)"),
+    ],
+)
+def test_a_request_of_which_no_page_comes_ends_by_a_setting_of_its_own_and_says_who_has_not_begun(
+    is_open: dict[str, bool], named: str, text: str
+) -> None:
+    wait = start(first_page_timeout_s=40.0)
+    for _ in range(5):
+        for worker_id, begun in is_open.items():
+            wait.merge.on_subscribed(worker_id, Subscribed(INCARNATION, 0, begun), wait.now)
+        assert wait.merge.failure is None
+        wait.tick(8.1)
+    assert wait.merge.failure
+    assert (wait.merge.failure.reason, wait.merge.failure.worker_id) == (FailureReason.TIMEOUT, named)
+    assert f"no page was published for 40 s by {text}" in str(wait.merge.failure)
+    assert "PDLINK_FIRST_PAGE_TIMEOUT_S" in str(wait.merge.failure)
+
+
+def test_after_the_first_page_of_any_rank_its_pauses_count_and_a_rank_that_published_nothing_is_named() -> None:
+    wait = start(first_page_timeout_s=10.0, progress_timeout_s=60.0, liveness_timeout_s=80_000.0)
+    wait.merge.on_subscribed("r1", Subscribed(INCARNATION, 0, True), wait.now)
+    wait.merge.on_ready("r0", ready(0, [7], OWNED["r0"], start_page=0), wait.now)
+    land(wait)
+    wait.tick(59.0)
+    assert wait.merge.failure is None
+    wait.tick(2.0)
+    assert wait.merge.failure
+    assert wait.merge.failure.worker_id == "r1"
+    assert "still waiting for r1 (nothing published), r0" in str(wait.merge.failure)
+
+
+def test_a_receiver_shows_itself_in_time_whatever_its_interval_is_set_to() -> None:
+    wait = start(keepalive_interval_s=1000.0, liveness_timeout_s=15.0)
+    for worker_id in ("r0", "r1"):
+        wait.merge.on_subscribed(worker_id, Subscribed(INCARNATION, 0, True), wait.now)
+    wait.take(Resubscribe)
+    wait.tick(4.9)
+    assert wait.take(Resubscribe) == []
+    wait.tick(0.2)
+    assert {one.worker_id for one in wait.take(Resubscribe)} == {"r0", "r1"}
+
+
+def test_what_was_not_heard_while_this_process_stood_still_was_no_silence() -> None:
+    wait = start(subscribe_timeout_s=80_000.0)
+    wait.merge.excuse(20.0)
+    wait.tick(21.0)
+    assert wait.merge.failure is None
+    wait.tick(15.0)
+    assert wait.merge.failure
+    assert wait.merge.failure.reason is FailureReason.PEER_GONE
+
+
 def test_a_rank_that_does_not_answer_is_not_given_more_time_by_another_that_publishes() -> None:
     wait = start(liveness_timeout_s=80_000.0)
     wait.tick(SETTINGS.subscribe_timeout_s - 0.1)
@@ -322,3 +442,50 @@ def test_aux_of_a_rank_that_was_not_elected_is_not_taken() -> None:
     publish(wait, "r1", aux=None)
     assert wait.merge.failure
     assert "r1 is elected" in wait.merge.failure.text
+
+
+# --- digests -----------------------------------------------------------------------------------------
+
+
+def told(kind: str, num_pages: int = 3) -> DigestTable:
+    cells = sum(len(ids) for ids in OWNED["r0"].values())
+    return DigestTable(kind, np.arange(cells * num_pages, dtype=np.uint64).reshape(cells, num_pages))
+
+
+def with_digests(digests: DigestTable, start_page: int = 0) -> Ready:
+    return dataclasses.replace(ready(0, [1, 2, 3], OWNED["r0"], start_page=start_page), digests=digests)
+
+
+@pytest.mark.parametrize("kind", ["xxh3-64", "mix64"])
+def test_a_pull_has_the_digests_of_its_own_pages_and_their_kind(kind: str) -> None:
+    wait = start(first_page=1)
+    wait.merge.on_ready("r0", with_digests(told(kind)), wait.now)
+    (pull,) = wait.take(Pull)
+    order = cells_in_order(OWNED["r0"])
+    rows = [order.index(cell) for cell in pull.cells]
+    assert pull.digests == DigestTable(kind, told(kind).values[rows, 1:3])
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_digests_of_an_unknown_kind_are_refused_with_what_is_known_and_what_to_change(verify: bool) -> None:
+    """Whether or not this side asks for digests: it cannot tell whether the bytes are those that were meant."""
+    wait = start(verify_digests=verify)
+    empty = DigestTable("blake3-128", np.zeros((0, 0), dtype=np.uint64))
+    wait.merge.on_ready("r0", with_digests(empty), wait.now)
+    assert wait.take(Pull) == []
+    failure = wait.merge.failure
+    assert failure
+    assert (failure.reason, failure.worker_id) == (FailureReason.INCOMPATIBLE, "r0")
+    assert str(failure) == (
+        "incompatible: incompatible peer at r0: the kind of page digests is 'blake3-128' on prefill and none but "
+        "xxh3-64 and mix64 on decode; upgrade pdlink on decode, or set PDLINK_DIGEST_KIND=xxh3-64 on prefill "
+        "[pulling, r0]"
+    )
+    assert {one.cause.text for one in wait.sent(Abort).values()} == {failure.text}
+
+
+def test_digests_of_pages_that_nobody_asked_for_may_be_of_any_kind() -> None:
+    wait = start()
+    wait.merge.on_ready("r0", with_digests(told("blake3-128"), start_page=2), wait.now)
+    assert wait.merge.failure is None
+    assert wait.take(Pull) == []

@@ -76,3 +76,31 @@ def test_the_engine_may_reuse_its_list_after_the_call() -> None:
     request = ask(pages, 2 * PAGE_SIZE)
     pages[0] = 9
     assert request.pages["kv"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "prefix_tokens", "first_page", "num_positions", "num_pages"),
+    [
+        (1, 0, 0, 1, 1),
+        (3 * PAGE_SIZE, 0, 0, 3, 1),
+        (3 * PAGE_SIZE + 1, 0, 0, 4, 2),
+        (7 * PAGE_SIZE, 3 * PAGE_SIZE - 1, 0, 7, 3),
+        (7 * PAGE_SIZE, 3 * PAGE_SIZE, 3, 4, 2),
+        (7 * PAGE_SIZE, 7 * PAGE_SIZE, 6, 0, 0),
+    ],
+)
+def test_where_ranks_share_tokens_a_page_is_that_of_as_many_positions(
+    num_tokens, prefix_tokens, first_page, num_positions, num_pages
+):
+    """Three ranks: the pages given are those of the first page that is not complete, and on."""
+    pages = list(range(num_pages))
+    made = build_request(
+        LAYOUT, "t", {"kv": pages}, num_tokens, prefix_tokens=prefix_tokens, readers=ReaderSet("dec"), turns=3
+    )
+    assert (made.first_page["kv"], made.num_pages["kv"]) == (first_page, num_positions)
+    stop = first_page + num_positions
+    assert made.targets("kv", first_page, stop).tolist() == [pages[at // 3] for at in range(num_positions)]
+    with pytest.raises(InvalidInput, match=f"need {num_pages} pages of 192 tokens"):
+        build_request(
+            LAYOUT, "t", {"kv": [*pages, 9]}, num_tokens, prefix_tokens=prefix_tokens, readers=ReaderSet("dec"), turns=3
+        )

@@ -19,4 +19,4 @@ def stack() -> Iterator[contextlib.ExitStack]:
 @pytest.fixture
 def site(stack: contextlib.ExitStack) -> Site:
     """A site with short waits, so that a failure is seen inside a test's deadline."""
-    return Site(stack, confirm_timeout_s=3.0, resend_interval_s=0.1)
+    return Site(stack, confirm_timeout_s=30.0, resend_interval_s=0.1)

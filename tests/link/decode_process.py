@@ -12,12 +12,13 @@ from pdlink.address import Address
 from pdlink.config import load_settings
 from pdlink.decode.links import PrefillInstance
 from pdlink.runtime.node import Node
+from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool
 from tests.link.rig import PAGE_SIZE, Gate, make_layout
 
 
 def main() -> None:
-    told = json.loads(sys.stdin.readline())
+    parent, told = Parent(), json.loads(sys.stdin.readline())
     layout = make_layout(told["num_layers"])
     pool = PatternPool(layout, {one.name: one.layers for one in layout.components}, 16)
     node = Node(load_settings({}, backends="ipc", way="staged"))
@@ -26,7 +27,7 @@ def main() -> None:
     instance = PrefillInstance("pre", (Address("127.0.0.1", told["port"]),))
     worker.receive(told["id"], instance, {"kv": [1, 2, 3]}, 3 * PAGE_SIZE)
     gate.wait_held(told["num_held"])
-    print(json.dumps({"held": True}), flush=True)
+    parent.say({"held": True})
     sys.stdin.read()
 
 

@@ -29,7 +29,9 @@ from pdlink.testing.pattern import PatternPool
 from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.states import SenderState
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
+# What takes longer than this on a slow and busy machine is lost; tests of these limits set their own.
+PATIENT = {"subscribe_timeout_s": 60.0, "confirm_timeout_s": 30.0}
 PAGE_SIZE = 64
 LOOPBACK = Address("127.0.0.1", 0)
 Pages = Mapping[str, Sequence[int]]
@@ -70,7 +72,7 @@ class Site:
 
     def __init__(self, stack: contextlib.ExitStack, **settings: object) -> None:
         self._stack = stack
-        self.settings = load_settings({}, **settings)
+        self.settings = load_settings({}, **(PATIENT | settings))
         self.bootstrap = stack.enter_context(BootstrapServer.start(LOOPBACK))
         self.random = random.Random(5)
 
@@ -111,7 +113,8 @@ class Site:
         pool = self.pool(layout, whole, num_pages, page_gap)
         node = self.node(**settings)
         if wrap:
-            node.backends["ipc"] = wrap(node.backends["ipc"])
+            best = next(iter(node.backends))
+            node.backends[best] = wrap(node.backends[best])
         return Decode(node, node.decode(name, layout, pool.regions), pool)
 
     def node(self, **settings: object) -> Node:

@@ -28,7 +28,7 @@ def main(backend: str) -> None:
                 target = {"kv": site.scatter(decode.pool, NUM_PAGES)}
                 receiver = decode.worker.receive(name, site.instance, target, NUM_PAGES * PAGE_SIZE)
                 publish_scattered(site, owners, NUM_PAGES, name)
-                result = receiver.wait(4 * DEADLINE_S)
+                result = receiver.wait(DEADLINE_S)
                 assert decode.pool.find_wrong(name, target) is None
                 if not number:
                     assert_whole(decode, name, target)

@@ -1,4 +1,4 @@
-"""How requests end badly: aborts in every state, pages reused under a reader, ranks that go, workers that close."""
+"""How requests end badly: pages reused under a reader, aborts in every state, backends that raise."""
 
 from __future__ import annotations
 
@@ -7,57 +7,27 @@ import threading
 import pytest
 
 from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
-from pdlink.bootstrap.keeper import RegistrationKeeper
-from pdlink.decode.receiver import Receiver
-from pdlink.errors import StateError, TransferFailed
+from pdlink.decode.live import Live
+from pdlink.decode.puller import Puller
+from pdlink.errors import BackendError, PeerGone, TransferFailed
 from pdlink.layout.readers import ReaderSet
 from pdlink.prefill.sender import Sender
+from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
+from tests.link.direct import SOURCE, TARGET, gated, serve, start
 from tests.link.rig import (
     DEADLINE_S,
     PAGE_SIZE,
-    Decode,
     Gate,
-    Owner,
     Site,
     assert_all,
-    assert_whole,
     finished,
     make_layout,
     wait_until,
 )
 
-TARGET = {"kv": [4, 3, 9]}
-SOURCE = [1, 2, 5]
-
-
-def gated(site: Site, **settings: object) -> tuple[Decode, Gate]:
-    gates: list[Gate] = []
-
-    def wrap(inner: Backend) -> Backend:
-        gates.append(Gate(inner))
-        return gates[0]
-
-    return site.decode(make_layout(4), wrap=wrap, **settings), gates[0]
-
-
-def start(site: Site, owners: list[Owner], decode: Decode, *, last: bool = True) -> tuple[Receiver, list[Sender]]:
-    receiver = decode.worker.receive("t", site.instance, TARGET, 3 * PAGE_SIZE)
-    senders = [owner.open("t", {"kv": SOURCE}) for owner in owners]
-    for sender in senders:
-        sender.publish(SOURCE, last=last)
-    return receiver, senders
-
-
-def serve(site: Site, owners: list[Owner], decode: Decode, transfer_id: str = "good") -> None:
-    receiver = decode.worker.receive(transfer_id, site.instance, TARGET, 3 * PAGE_SIZE)
-    senders = [owner.open(transfer_id, {"kv": SOURCE}) for owner in owners]
-    for sender in senders:
-        sender.publish(SOURCE, last=True)
-    receiver.wait(DEADLINE_S)
-    assert_whole(decode, transfer_id, TARGET)
-    assert_all(senders, SenderState.RELEASED)
+pytestmark = pytest.mark.backend("ipc")
 
 
 # --- pages reused under a reader ---------------------------------------------------------------------
@@ -198,6 +168,63 @@ def test_a_backend_that_raises_anything_is_quiet_before_the_failure_is_reported(
     serve(site, owners, decode)
 
 
+class Relinked(Gate):
+    """The link is down when a pull is posted, and the post over the new one goes wrong half-way."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.open.set()
+        self.num_posts = 0
+
+    def submit(self, batch: PullBatch) -> PullHandle:
+        self.num_posts += 1
+        if self.num_posts == 1:
+            raise PeerGone("taken down by another")
+        if self.num_posts == 2:
+            super().submit(batch)
+            raise BackendError("posted a part of it")
+        return super().submit(batch)
+
+
+def test_a_post_that_goes_wrong_on_a_link_made_anew_is_fenced_too(site: Site) -> None:
+    owners = site.prefill(make_layout(4), 1)
+    made: list[Relinked] = []
+
+    def wrap(inner: Backend) -> Backend:
+        made.append(Relinked(inner))
+        return made[0]
+
+    decode = site.decode(make_layout(4), wrap=wrap)
+    receiver, _ = start(site, owners, decode)
+    assert finished(receiver).poll() is ReceiverState.FAILED
+    assert "posted a part of it" in str(receiver.failure)
+    assert made[0].fenced == [owners[0].worker.rank.worker_id]
+    serve(site, owners, decode)
+
+
+@pytest.mark.parametrize("defect", ["submit", "send"])
+def test_a_defect_while_a_decision_is_carried_out_ends_that_request_and_loses_no_pull(
+    site: Site, monkeypatch: pytest.MonkeyPatch, defect: str
+) -> None:
+    owners, decode = site.prefill(make_layout(4), 2), site.decode(make_layout(4))
+    serve(site, owners, decode)
+
+    def fail(*args: object) -> None:
+        monkeypatch.undo()
+        raise KeyError("a defect")
+
+    if defect == "submit":
+        monkeypatch.setattr(Puller, "submit", fail)
+    else:
+        monkeypatch.setattr(Live, "send", fail)
+    receiver, senders = start(site, owners, decode)
+    assert finished(receiver).poll() is ReceiverState.FAILED
+    assert receiver.failure
+    assert receiver.failure.reason is FailureReason.INTERNAL
+    assert_all(senders, SenderState.ABORTED)
+    serve(site, owners, decode)
+
+
 @pytest.mark.parametrize("when", ["resolving", "subscribed", "pulling", "before the engine opens it"])
 def test_an_abort_of_decode_reaches_every_prefill_rank(site: Site, when: str) -> None:
     owners, decode = site.prefill(make_layout(4), 3), site.decode(make_layout(4))
@@ -236,15 +263,22 @@ def test_an_abort_while_resolving_still_releases_ranks_that_published(site: Site
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["resolving", "known"])
-def test_an_abort_that_meets_nothing_to_move_leaves_no_rank_waiting(site: Site, warm: bool) -> None:
+def test_an_abort_that_meets_nothing_to_move_leaves_no_rank_waiting(
+    site: Site, monkeypatch: pytest.MonkeyPatch, warm: bool
+) -> None:
     owners, decode = site.prefill(make_layout(4), 3), site.decode(make_layout(4))
+    aborted, resolve = threading.Event(), decode.worker._links.resolve
     if warm:
         serve(site, owners, decode, "warm")
+    else:
+        # Where it is resolved sooner, it is over by then.
+        monkeypatch.setattr(decode.worker._links, "resolve", lambda one: aborted.wait(DEADLINE_S) and resolve(one))
     senders = [owner.open("t", {"kv": SOURCE}) for owner in owners]
     for sender in senders:
         sender.publish(SOURCE, last=True)
     receiver = decode.worker.receive("t", site.instance, {"kv": []}, 3 * PAGE_SIZE, prefix_tokens=3 * PAGE_SIZE)
     receiver.abort()
+    aborted.set()
     state = finished(receiver).poll()
     assert state is (ReceiverState.DONE if warm else ReceiverState.ABORTED)
     assert_all(senders, SenderState.RELEASED if warm else SenderState.ABORTED)
@@ -275,136 +309,3 @@ def test_an_abort_of_prefill_fails_decode_with_its_words(site: Site) -> None:
     with pytest.raises(TransferFailed, match=r"out of memory.*cp1"):
         receiver.wait(DEADLINE_S)
     assert_all(senders, SenderState.ABORTED)
-
-
-# --- workers that close ------------------------------------------------------------------------------
-
-
-def test_a_prefill_worker_that_closes_in_the_middle_fails_the_request_and_says_so(site: Site) -> None:
-    owners, decode = site.prefill(make_layout(4), 2), site.decode(make_layout(4))
-    receiver, senders = start(site, owners, decode, last=False)
-    wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
-    owners[0].node.close()
-    with pytest.raises(TransferFailed, match=r"pre/dp0\.pp0\.cp0\.tp0 is closing"):
-        receiver.wait(DEADLINE_S)
-    assert_all(senders, SenderState.ABORTED)
-
-
-def test_a_decode_worker_that_closes_waits_for_its_pulls_and_tells_prefill(site: Site) -> None:
-    owners = site.prefill(make_layout(4), 2)
-    decode, gate = gated(site)
-    receiver, senders = start(site, owners, decode)
-    gate.wait_held(2)
-    gate.quiet.clear()
-    ended = []
-    receiver.on_end(lambda one: ended.append(one.poll()))
-    closing = threading.Thread(target=decode.node.close)
-    closing.start()
-    assert_all(senders, SenderState.ABORTED)
-    assert not receiver.poll().is_final
-    assert closing.is_alive()
-    gate.quiet.set()
-    closing.join(DEADLINE_S)
-    assert not closing.is_alive()
-    assert ended == [ReceiverState.ABORTED]
-    with pytest.raises(StateError, match="closed"):
-        decode.worker.receive("u", site.instance, TARGET, 3 * PAGE_SIZE)
-
-
-def test_a_decode_worker_that_closes_while_it_resolves_leaves_no_thread(site: Site) -> None:
-    before = {one.name for one in threading.enumerate()}
-    decode = site.decode(make_layout(2), resolve_timeout_s=0.5)
-    receiver = decode.worker.receive("t", site.instance, TARGET, 3 * PAGE_SIZE)
-    decode.node.close()
-    assert receiver.poll() is ReceiverState.ABORTED
-    wait_until(lambda: {one.name for one in threading.enumerate()} <= before)
-
-
-def test_a_callback_that_raises_or_calls_back_in_harms_nothing(site: Site) -> None:
-    owners, decode = site.prefill(make_layout(4), 2), site.decode(make_layout(4))
-    seen = []
-    started = threading.Event()
-
-    def call_in(receiver: Receiver) -> None:
-        """Needs the worker from another thread, and waits for it: a lock held around it would be a deadlock."""
-        helper = threading.Thread(target=lambda: seen.append(receive_another().transfer_id))
-        helper.start()
-        helper.join(DEADLINE_S)
-        started.set()
-
-    def receive_another() -> Receiver:
-        return decode.worker.receive("next", site.instance, {"kv": [0]}, PAGE_SIZE)
-
-    receiver = decode.worker.receive("t", site.instance, TARGET, 3 * PAGE_SIZE)
-    receiver.on_end(lambda one: [][1])
-    receiver.on_end(call_in)
-    for owner in owners:
-        owner.open("t", {"kv": SOURCE}).publish(SOURCE, last=True)
-    receiver.wait(DEADLINE_S)
-    assert started.wait(DEADLINE_S)
-    assert seen == ["next"]
-    serve(site, owners, decode)
-
-
-# --- restarts and links ------------------------------------------------------------------------------
-
-
-def test_a_restarted_rank_serves_the_next_request_and_the_old_one_fails_cleanly(site: Site) -> None:
-    layout = make_layout(4)
-    owners, decode = site.prefill(layout, 2), site.decode(layout)
-    receiver, _ = start(site, owners, decode, last=False)
-    wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
-    old = owners[1].worker.rank
-    node = site.node()
-    again = type(old)(old.instance, layout, old.sizes, old.rank, old.kinds, old.owned, old.regions)
-    worker = node.prefill(again, [site.bootstrap.address])
-    worker.wait_registered(DEADLINE_S)
-    assert finished(receiver).poll() is ReceiverState.FAILED
-    assert receiver.failure
-    assert receiver.failure.reason is FailureReason.STALE
-    assert receiver.failure.worker_id == old.worker_id
-    serve(site, [owners[0], Owner(node, worker, owners[1].pool)], decode)
-
-
-def test_two_decode_workers_of_one_process_do_not_break_each_others_links(site: Site) -> None:
-    layout = make_layout(4)
-    owners, decode = site.prefill(layout, 2), site.decode(layout)
-    pool = site.pool(layout, {one.name: one.layers for one in layout.components})
-    second = Decode(decode.node, decode.node.decode("dec2", layout, pool.regions), pool)
-    serve(site, owners, decode, "a")
-    serve(site, owners, second, "b")
-    second.worker.close()
-    serve(site, owners, decode, "c")
-
-
-def test_a_request_that_runs_keeps_its_links_while_the_instance_goes_and_comes_back(site: Site) -> None:
-    """As when a lease ran out for a moment: the processes are the same, so channels and pullers are."""
-    layout = make_layout(4)
-    owners = site.prefill(layout, 2, register=False)
-    decode, gate = gated(site)
-    said = [owner.worker.registration() for owner in owners]
-
-    def register() -> list[RegistrationKeeper]:
-        keepers = [RegistrationKeeper(one, [site.bootstrap.address]).start() for one in said]
-        for keeper in keepers:
-            keeper.wait_registered(DEADLINE_S)
-        return keepers
-
-    keepers = register()
-    receiver, senders = start(site, owners, decode)
-    gate.wait_held(2)
-    keepers[1].close()
-    wait_until(lambda: decode.worker._links.known(site.instance) is None)
-    keepers[0].close()
-    keepers = register()
-    other = decode.worker.receive("other", site.instance, {"kv": [0, 1, 2]}, 3 * PAGE_SIZE)
-    for owner in owners:
-        owner.open("other", {"kv": [10, 11, 12]}).publish([10, 11, 12], last=True)
-    gate.open.set()
-    receiver.wait(DEADLINE_S)
-    other.wait(DEADLINE_S)
-    assert decode.pool.find_wrong("t", TARGET) is None
-    assert decode.pool.find_wrong("other", {"kv": [0, 1, 2]}) is None
-    assert_all(senders, SenderState.RELEASED)
-    for keeper in keepers:
-        keeper.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from pdlink.layout.components import CacheLayout, Component, index_k, latent
 from pdlink.layout.layer_plan import PlanKind
 from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.states import ReceiverState, SenderState
-from tests.link.rig import DEADLINE_S, PAGE_SIZE, Site, assert_all, assert_whole, make_layout
+from tests.link.rig import DEADLINE_S, PAGE_SIZE, Site, assert_all, assert_whole, finished, make_layout, wait_until
+
+pytestmark = pytest.mark.backend("ipc")
 
 
 @pytest.mark.parametrize(("num_layers", "cp"), [(10, 4), (78, 8), (3, 4), (1, 3), (4, 1)])
@@ -260,3 +264,51 @@ def test_what_ended_leaves_no_receive_behind(site: Site) -> None:
     assert decode.worker.num_receives == 0
     decode.node.close()
     assert seen == [(f"t{number}", ReceiverState.DONE) for number in range(3)]
+
+
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_pages_that_a_device_writes_after_they_were_published_arrive_as_it_wrote_them(site: Site, way: str) -> None:
+    """Their digests too: nothing of a publication is read before its event is done."""
+    layout = make_layout(4)
+    moves = {"way": way, "verify_digests": True}
+    owners, decode = site.prefill(layout, 2, **moves), site.decode(layout, **moves)
+    target = {"kv": site.scatter(decode.pool, 5)}
+    receiver = decode.worker.receive("t", site.instance, target, 5 * PAGE_SIZE)
+    written = [threading.Event() for _ in owners]
+    senders, sources = [], []
+    for owner, event in zip(owners, written, strict=True):
+        sources.append(site.scatter(owner.pool, 5))
+        senders.append(owner.worker.open("t"))
+        senders[-1].publish(sources[-1][:2], ready=DeviceWrites(event))
+        senders[-1].publish(sources[-1][2:], last=True)
+    wait_until(lambda: all(one.first_pages() is not None for one in senders))
+    assert {one.poll() for one in senders} == {SenderState.OPEN}
+    for owner, pages, event in zip(owners, sources, written, strict=True):
+        assert not receiver.poll().is_final
+        owner.pool.fill("t", {"kv": pages})
+        event.set()
+    receiver.wait(DEADLINE_S)
+    assert_whole(decode, "t", target)
+    assert_all(senders, SenderState.RELEASED)
+
+
+class DeviceWrites:
+    """Done when the event is set, as the event of a device is when its work is."""
+
+    def __init__(self, over: threading.Event) -> None:
+        self._over = over
+
+    def query(self) -> bool:
+        return self._over.is_set()
+
+
+def test_a_worker_that_closes_while_a_device_still_writes_ends_the_request(site: Site) -> None:
+    layout = make_layout(4)
+    (owner,), decode = site.prefill(layout, 1), site.decode(layout)
+    receiver = decode.worker.receive("t", site.instance, {"kv": [1, 2]}, 2 * PAGE_SIZE)
+    sender = owner.worker.open("t")
+    sender.publish([3, 4], last=True, ready=DeviceWrites(threading.Event()))
+    wait_until(lambda: sender.first_pages() is not None)
+    owner.worker.close()
+    assert sender.poll() is SenderState.ABORTED
+    assert finished(receiver).poll() is ReceiverState.FAILED

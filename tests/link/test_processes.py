@@ -3,59 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pdlink.backends.base import Backend
-from pdlink.backends.shm import sweep_stale
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import TransferFailed
+from pdlink.testing.child import Child
 from pdlink.transfer.states import ReceiverState, SenderState
+from tests.link.ranks import ROOT, START_TIMEOUT_S, Rank, start_ranks
 from tests.link.rig import DEADLINE_S, PAGE_SIZE, Decode, Gate, Site, assert_all, assert_whole, make_layout, wait_until
-from tests.link.staged import arena, assert_slots_back, publish_scattered, staged_site
+from tests.link.staged import assert_slots_back, publish_scattered, staged_site
+
+pytestmark = pytest.mark.backend("ipc")
 
 NUM_LAYERS, CP = 5, 3
 TARGET = {"kv": [8, 2, 5]}
-ROOT = Path(__file__).parents[2]
-
-
-class Rank:
-    def __init__(self, stack: contextlib.ExitStack, site: Site, rank: int, **settings: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.link.rank_process"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(self.close)
-        who = {"num_layers": NUM_LAYERS, "cp": CP, "rank": rank, "port": site.bootstrap.address.port}
-        self._write({**who, "settings": settings})
-
-    def read(self) -> Any:
-        assert self.process.stdout
-        return json.loads(self.process.stdout.readline())
-
-    def tell(self, **command: object) -> str:
-        self._write(command)
-        return self.read()["state"]
-
-    def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe:
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close()
-        self.process.wait(DEADLINE_S)
-
-    def _write(self, message: dict[str, Any]) -> None:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
 
 
 def start(site: Site, ranks: list[Rank], decode: Decode, name: str) -> Receiver:
@@ -79,8 +42,7 @@ def finish(ranks: list[Rank], receiver: Receiver, decode: Decode, name: str) -> 
 def test_a_killed_rank_fails_its_request_by_name_and_its_successor_serves_the_next(
     site: Site, stack: contextlib.ExitStack
 ) -> None:
-    ranks = [Rank(stack, site, number) for number in range(CP)]
-    assert [rank.read() for rank in ranks] == [{"ready": True}] * CP
+    ranks = start_ranks(stack, site, CP, NUM_LAYERS)
     decode = site.decode(make_layout(NUM_LAYERS), liveness_timeout_s=1.0, keepalive_interval_s=0.2)
     finish(ranks, start(site, ranks, decode, "first"), decode, "first")
 
@@ -94,33 +56,20 @@ def test_a_killed_rank_fails_its_request_by_name_and_its_successor_serves_the_ne
     for rank in (ranks[0], ranks[2]):
         wait_until(lambda rank=rank: rank.tell(do="poll", id="second") == "aborted")
 
-    ranks[1] = Rank(stack, site, 1)
-    assert ranks[1].read() == {"ready": True}
+    ranks[1] = Rank(stack, site, 1, num_layers=NUM_LAYERS, cp=CP)
+    ranks[1].wait_ready()
     finish(ranks, start(site, ranks, decode, "third"), decode, "third")
 
 
 def test_a_killed_reader_gives_back_its_staging_slots_and_the_next_one_is_served(stack: contextlib.ExitStack) -> None:
-    stack.callback(sweep_stale)
     site = staged_site(stack)
     layout = make_layout(NUM_LAYERS)
-    owners = site.prefill(layout, 2, staging_timeout_s=1.0)
+    owners = site.prefill(layout, 2, staging_timeout_s=3.0)
     senders = publish_scattered(site, owners, 3, "dies")
-    reader = subprocess.Popen(
-        [sys.executable, "-m", "tests.link.decode_process"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    stack.callback(reader.communicate)
-    stack.callback(reader.kill)
-    assert reader.stdin
-    assert reader.stdout
-    told = {"num_layers": NUM_LAYERS, "port": site.bootstrap.address.port, "id": "dies", "num_held": 2}
-    reader.stdin.write(json.dumps(told) + "\n")
-    reader.stdin.flush()
-    assert json.loads(reader.stdout.readline()) == {"held": True}
-    assert all(arena(owner.node).slots.num_free < 2 for owner in owners)
+    reader = Child("reader", "tests.link.decode_process", env={"PYTHONPATH": str(ROOT)})
+    stack.callback(reader.close)
+    reader.say({"num_layers": NUM_LAYERS, "port": site.bootstrap.address.port, "id": "dies", "num_held": 2})
+    assert reader.hear(START_TIMEOUT_S) == {"held": True}
     reader.kill()
     assert_all(senders, SenderState.ABORTED)
     assert_slots_back([owner.node for owner in owners])
@@ -133,12 +82,9 @@ def test_a_killed_reader_gives_back_its_staging_slots_and_the_next_one_is_served
 
 
 def test_a_rank_that_is_killed_while_it_stages_costs_its_request_and_no_slot_here(stack: contextlib.ExitStack) -> None:
-    stack.callback(sweep_stale)
     site = staged_site(stack, liveness_timeout_s=1.0, keepalive_interval_s=0.2)
     layout = make_layout(NUM_LAYERS)
-    told = {"backends": "ipc", "way": "staged"}
-    ranks = [Rank(stack, site, number, **told) for number in range(CP)]
-    assert [rank.read() for rank in ranks] == [{"ready": True}] * CP
+    ranks = start_ranks(stack, site, CP, NUM_LAYERS, backends="ipc", way="staged")
     gates: list[Gate] = []
 
     def wrap(inner: Backend) -> Backend:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
 import zmq
 
+from pdlink.address import Address
+from pdlink.bootstrap.server import BootstrapServer
+from pdlink.config import load_settings
 from pdlink.decode.links import PrefillInstance
 from pdlink.errors import DeadlineExceeded, DuplicateTransfer, IncompatibleError, InvalidInput, TransferFailed
 from pdlink.layout.components import CacheLayout
@@ -18,6 +22,7 @@ from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
 from tests.link.rig import (
     DEADLINE_S,
+    LOOPBACK,
     PAGE_SIZE,
     Decode,
     Owner,
@@ -30,7 +35,8 @@ from tests.link.rig import (
 )
 from tests.link.test_moving import two_groups
 
-REFUSED_WITHIN_S = 1.0
+REFUSED_WITHIN_S = 30.0
+GOOD, OTHER = "the-token-of-this-test", "another-token-than-that"
 
 
 def serve(site: Site, owners: list[Owner], decode: Decode, transfer_id: str = "good") -> None:
@@ -270,3 +276,18 @@ def test_a_wait_that_runs_out_says_so_and_changes_nothing(site: Site) -> None:
         receiver.wait(0.05)
     owner.open("t", {"kv": [3]}).publish([3], last=True)
     receiver.wait(DEADLINE_S)
+
+
+@pytest.mark.parametrize(("token", "host"), [(OTHER, "127.0.0.1"), (GOOD, "192.0.2.1")])
+def test_credentials_that_are_refused_or_may_not_be_sent_are_no_peer_that_is_gone(
+    stack: contextlib.ExitStack, token: str, host: str
+) -> None:
+    site = Site(stack)
+    guarded = stack.enter_context(BootstrapServer.start(LOOPBACK, load_settings({}, token=GOOD)))
+    decode = site.decode(make_layout(2), **load_settings({}, token=token).model_dump(include={"token"}))
+    where = PrefillInstance("pre", (Address(host, guarded.address.port),))
+    receiver = decode.worker.receive("t", where, {"kv": [0, 1, 2]}, 3 * PAGE_SIZE)
+    wait_until(lambda: receiver.state.is_final)
+    assert receiver.failure
+    assert receiver.failure.reason is FailureReason.DENIED
+    assert "retrying cannot help" in receiver.failure.fix

@@ -15,7 +15,7 @@ from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
-from pdlink.prefill import stager
+from pdlink.prefill import packer
 from pdlink.prefill.sender import Sender
 from pdlink.prefill.stage_desk import MAX_TICKETS
 from pdlink.testing.pattern import page_pattern
@@ -24,6 +24,8 @@ from pdlink.transfer.states import SenderState
 from tests.link.rig import DEADLINE_S, Owner, make_layout, wait_until
 from tests.link.staged import LATENT_BYTES, HeldCopy, arena, assert_slots_back, staged_site
 from tests.prefill.peer import Peer
+
+pytestmark = pytest.mark.backend("ipc")
 
 LAYERS = {"latent": (0,)}
 PAGES = [5, 2, 9]
@@ -102,6 +104,27 @@ def test_a_stage_that_is_repeated_takes_one_slot_and_is_answered_alike(rig: Rig)
     rig.ask(stage())
     assert set(rig.staged()) == {first}
     assert rig.slots.num_free == 1
+
+
+@pytest.mark.parametrize("how", ["asks", "subscribes"])
+def test_a_reader_whose_connection_was_made_anew_gets_its_answer_along_the_new_one(rig: Rig, how: str) -> None:
+    """What it asked for along the old one would be answered to nobody, until its pull has waited too long."""
+    rig.publish()
+    held = [rig.slots.try_take() for _ in range(2)]
+    rig.ask(stage())
+    wait_until(lambda: rig.slots.is_wanted)
+    first, rig.peer = rig.peer, rig.other
+    if how == "asks":
+        rig.ask(stage())
+    else:
+        rig.subscribe()
+    rig.peer.collect()
+    for slot in held:
+        assert slot is not None
+        rig.slots.give(slot)
+    (got,) = rig.staged()
+    assert got.ticket == 1
+    assert first.answers(Staged) == []
 
 
 def test_a_stage_that_comes_again_after_its_credit_takes_no_slot(rig: Rig) -> None:
@@ -228,15 +251,19 @@ def test_an_abort_takes_the_slots_at_once_and_later_stages_say_nothing(rig: Rig)
     assert rig.slots.num_free == 2
 
 
-def test_an_attempt_that_a_newer_one_replaced_loses_its_slots_and_cannot_succeed(
-    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fall_silent(rig: Rig) -> None:
+    """The reader has not been heard for long, and another attempt wants its place."""
+    for one in rig.sender._readers:
+        one.rival = rig.owner.node.loop.clock()
+        one.heard -= 60.0
+
+
+def test_an_attempt_that_a_newer_one_replaced_loses_its_slots_and_cannot_succeed(rig: Rig) -> None:
     """A reader that was silent for long, and whose process was started again meanwhile."""
-    monkeypatch.setattr("pdlink.prefill.sender.SILENT_AFTER_S", 0.0)
-    rig = Rig(stack)
     ready = rig.publish()
     rig.ask(stage())
     rig.staged()
+    fall_silent(rig)
     assert rig.subscribe(2, rig.other) != []
     assert_slots_back([rig.owner.node])
     rig.peer.send(1, Release(SOLO, {0: ready.generation}))
@@ -246,14 +273,13 @@ def test_an_attempt_that_a_newer_one_replaced_loses_its_slots_and_cannot_succeed
 
 
 def test_an_attempt_that_is_replaced_while_its_piece_is_packed_gets_no_slot(
-    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdlink.prefill.sender.SILENT_AFTER_S", 0.0)
-    rig = Rig(stack)
     rig.publish()
-    held = HeldCopy(monkeypatch, stager)
+    held = HeldCopy(monkeypatch, packer)
     rig.ask(stage())
     assert held.begun.acquire(timeout=DEADLINE_S)
+    fall_silent(rig)
     assert rig.subscribe(2, rig.other) != []
     desk = rig.owner.worker._desk._stager
     assert desk is not None

@@ -17,6 +17,8 @@ from tests.link.rig import DEADLINE_S, PAGE_SIZE, Owner, Site, assert_all, asser
 from tests.link.staged import arena, assert_slots_back, pair, publish_scattered, staged_site
 from tests.link.test_moving import two_groups
 
+pytestmark = pytest.mark.backend("ipc")
+
 
 @pytest.fixture
 def site(stack: contextlib.ExitStack) -> Site:

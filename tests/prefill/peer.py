@@ -20,7 +20,7 @@ from pdlink.prefill.worker import PrefillRank, PrefillWorker
 from tests.prefill.rig import INCARNATION, LAYOUT, OWNED, regions
 
 BodyT = TypeVar("BodyT")
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Peer:
@@ -46,6 +46,10 @@ class Peer:
     def answers(self, kind: type[BodyT], attempt: int | None = None) -> list[BodyT]:
         """The bodies of one kind among `collect`'s frames."""
         return [one.body for one in self.collect() if isinstance(one.body, kind) and attempt in (None, one.attempt)]
+
+    def next(self) -> Frame:
+        """The next frame, for when no ping is answered any more."""
+        return self._frames.get(timeout=TIMEOUT_S)
 
     def ask(self, attempt: int, body: Body, transfer_id: str = "t") -> list[Body]:
         """Send one frame and return the bodies that came back."""

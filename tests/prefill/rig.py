@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdlink.bootstrap.messages import PROTOCOL
-from pdlink.control.frames import Body, Release, Subscribe, Verdict
+from pdlink.control.frames import Body, PageSpan, Release, Subscribe, Verdict
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.readers import ReaderSet
@@ -20,6 +20,7 @@ BodyT = TypeVar("BodyT")
 PAGE_SIZE = 64
 NUM_PAGES = 16
 LEASE_S = 30.0
+LIVENESS_S = 15.0
 INCARNATION = 7
 SOLO = ReaderSet("dec")
 LAYOUT = CacheLayout(4, (latent(PAGE_SIZE, range(4), bytes_per_token=656), index_k(PAGE_SIZE, range(4))))
@@ -38,12 +39,22 @@ def regions(owned: dict[str, tuple[int, ...]]) -> dict[tuple[str, int], Region]:
 def facts(owned: dict[str, tuple[int, ...]] | None = None, *, is_aux_owner: bool = True) -> RankFacts:
     owned = OWNED if owned is None else owned
     return RankFacts(
-        "pre/r0", INCARNATION, LAYOUT, owned, regions(owned), is_aux_owner, 64 << 10, LEASE_S, False, itertools.count(1)
+        "pre/r0",
+        INCARNATION,
+        LAYOUT,
+        owned,
+        regions(owned),
+        is_aux_owner,
+        64 << 10,
+        LEASE_S,
+        LIVENESS_S,
+        None,
+        itertools.count(1),
     )
 
 
-def subscribe(readers: ReaderSet, next_sequence: int = 0) -> Subscribe:
-    return Subscribe(PROTOCOL, fingerprint(LAYOUT).digest, readers, INCARNATION, (), next_sequence)
+def subscribe(readers: ReaderSet, next_sequence: int = 0, spans: tuple[PageSpan, ...] = ()) -> Subscribe:
+    return Subscribe(PROTOCOL, fingerprint(LAYOUT).digest, readers, INCARNATION, spans, next_sequence)
 
 
 @dataclass
@@ -53,12 +64,14 @@ class Rig:
     rank: RankFacts = field(default_factory=facts)
     now: float = 100.0
     sent: list[tuple[bytes, int, Body]] = field(default_factory=list)
+    waiting: list[Sender] = field(default_factory=list)
+    """Senders that asked for somebody to look at device events: the test does."""
     on_send: Callable[[Body], None] | None = None
     """Called while a frame leaves."""
     sender: Sender = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sender = Sender("t", self.rank, self._send, lambda: self.now)
+        self.sender = Sender("t", self.rank, self._send, lambda: self.now, wait_for=self.waiting.append)
 
     def _send(self, route: bytes, attempt: int, body: Body) -> None:
         self.sent.append((route, attempt, body))
@@ -71,8 +84,10 @@ class Rig:
         self.sent = [one for one in self.sent if one not in chosen]
         return [body for _, _, body in chosen if isinstance(body, kind)]
 
-    def subscribe(self, attempt: int, readers: ReaderSet = SOLO, next_sequence: int = 0) -> None:
-        self.sender.on_subscribe(b"route%d" % attempt, attempt, subscribe(readers, next_sequence))
+    def subscribe(
+        self, attempt: int, readers: ReaderSet = SOLO, next_sequence: int = 0, spans: tuple[PageSpan, ...] = ()
+    ) -> None:
+        self.sender.on_subscribe(b"route%d" % attempt, attempt, subscribe(readers, next_sequence, spans))
 
     def release(self, attempt: int, pulled: dict[int, int] | None = None, readers: ReaderSet = SOLO) -> Verdict:
         return self.sender.on_release(b"route%d" % attempt, attempt, Release(readers, pulled or {}))

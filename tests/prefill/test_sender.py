@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
 
 import pytest
 
-from pdlink.control.frames import Abort, AbortAck, Failed, Ready, Refused, Subscribed, Verdict
+from pdlink.control.frames import Abort, AbortAck, Failed, PageSpan, Ready, Refused, Subscribed, Verdict
 from pdlink.errors import InvalidInput, StateError, TransferFailed
 from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
-from tests.prefill.rig import INCARNATION, LEASE_S, NUM_PAGES, SOLO, Rig, facts
+from tests.prefill.rig import INCARNATION, LEASE_S, LIVENESS_S, NUM_PAGES, SOLO, Rig, facts
 
 FIRST, SECOND = ReaderSet("dec", 0, 2), ReaderSet("dec", 1, 2)
 STRANGER = ReaderSet("other", 0, 1)
@@ -245,7 +247,8 @@ def test_withdrawing_pages_of_another_group_changes_nothing(rig: Rig) -> None:
     assert rig.release(1, pulled).unchanged
 
 
-def test_pages_expire_when_nobody_comes_and_not_while_a_reader_shows_itself(rig: Rig) -> None:
+def test_pages_expire_when_nobody_comes_and_not_while_a_reader_shows_itself() -> None:
+    rig = Rig(replace(facts(), liveness_s=1000.0))
     published(rig)
     for _ in range(5):
         rig.now += LEASE_S * 0.9
@@ -258,6 +261,50 @@ def test_pages_expire_when_nobody_comes_and_not_while_a_reader_shows_itself(rig:
     assert rig.sender.poll() is SenderState.EXPIRED
     assert rig.sender.failure
     assert "PDLINK_PUBLICATION_LEASE_S" in str(rig.sender.failure)
+
+
+def test_a_reader_that_falls_silent_ends_the_request_long_before_the_lease(rig: Rig) -> None:
+    pulled = published(rig, 1, FIRST)
+    rig.subscribe(2, SECOND)
+    rig.take(Failed)
+    for _ in range(4):
+        rig.now += LIVENESS_S / 3
+        rig.subscribe(2, SECOND, next_sequence=2)
+        rig.sender.expire(rig.now)
+    assert rig.sender.poll() is SenderState.EXPIRED
+    assert rig.sender.failure
+    assert rig.sender.failure.reason is FailureReason.PEER_GONE
+    assert "reader 0 of 'dec' has not been heard for 20.0 s" in str(rig.sender.failure)
+    assert "PDLINK_LIVENESS_TIMEOUT_S" in str(rig.sender.failure)
+    assert len(rig.take(Failed, 2)) == 1
+    assert not rig.release(1, pulled, FIRST).unchanged
+
+
+def test_a_reader_that_is_through_may_be_silent(rig: Rig) -> None:
+    pulled = published(rig, 1, FIRST)
+    rig.release(1, pulled, FIRST)
+    rig.now += LIVENESS_S + 1
+    rig.sender.expire(rig.now)
+    assert rig.sender.poll() is SenderState.PUBLISHED
+
+
+def test_while_this_process_did_not_listen_nobody_was_silent(rig: Rig) -> None:
+    published(rig)
+    rig.now += LIVENESS_S + 1
+    rig.sender.expire(rig.now, awake_since=rig.now - 1)
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    rig.sender.expire(rig.now + LIVENESS_S, awake_since=rig.now - 1)
+    assert rig.sender.poll() is SenderState.EXPIRED
+
+
+def test_a_silent_reader_whose_place_another_attempt_wants_ends_nothing(rig: Rig) -> None:
+    published(rig)
+    for _ in range(5):
+        rig.now += LIVENESS_S / 4
+        rig.subscribe(2)
+        rig.sender.expire(rig.now)
+    assert rig.sender.poll() is SenderState.PUBLISHED
+    assert [one.sequence for one in rig.take(Ready, 2)] == [0, 1]
 
 
 def test_a_request_that_has_published_nothing_holds_nothing_and_does_not_expire(rig: Rig) -> None:
@@ -334,6 +381,54 @@ def test_a_new_attempt_waits_while_the_old_one_lives_and_takes_over_when_it_is_s
     assert [one.sequence for one in rig.take(Ready, 2)] == [0, 1]
 
 
+def replaced(rig: Rig) -> dict[int, int]:
+    """Attempt 2 has taken the place of attempt 1; what both may release."""
+    pulled = published(rig)
+    rig.now += LIVENESS_S + 1
+    rig.subscribe(2)
+    assert generations(rig.take(Ready, 2)) == pulled
+    return pulled
+
+
+def test_an_attempt_that_was_replaced_is_never_vouched_for_though_its_pages_are_unchanged(rig: Rig) -> None:
+    """What was packed for it has been given to others, so that its bytes may be anybody's."""
+    pulled = replaced(rig)
+    late = rig.release(1, pulled)
+    assert not late.unchanged
+    assert late.cause
+    assert late.cause.reason is FailureReason.STALE
+    assert rig.release(2, pulled).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+
+
+def test_an_attempt_that_was_replaced_never_comes_back_though_its_successor_is_silent(rig: Rig) -> None:
+    replaced(rig)
+    rig.now += LIVENESS_S + 1
+    rig.subscribe(1)
+    (refusal,) = rig.take(Refused, 1)
+    assert refusal.cause.reason is FailureReason.STALE
+    assert not rig.sender.is_reading(1)
+    assert not rig.sender.must_wait(SOLO, 1)
+
+
+def test_an_attempt_that_was_replaced_belongs_to_this_request_also_after_its_end(rig: Rig) -> None:
+    pulled = replaced(rig)
+    rig.sender.on_abort(b"x", 1, Abort(Failure(FailureReason.ABORTED, "enough"), SOLO))
+    assert rig.release(2, pulled).unchanged
+    assert rig.sender.poll() is SenderState.RELEASED
+    assert set(rig.sender.attempts()) == {1, 2}
+    assert not rig.sender.is_over_for(SOLO, 1)
+
+
+def test_a_release_of_somebody_who_never_subscribed_keeps_no_page_alive(rig: Rig) -> None:
+    pulled = published(rig)
+    rig.now += LEASE_S - 1
+    assert not rig.release(9, pulled).unchanged
+    assert not rig.release(9, {0: 77}, STRANGER).unchanged
+    rig.sender.expire(rig.now + 2)
+    assert rig.sender.poll() is SenderState.EXPIRED
+
+
 def test_a_new_attempt_never_takes_the_place_of_one_that_has_released(rig: Rig) -> None:
     """What is still held for the second reader belongs to the request that the first one has finished."""
     pulled = published(rig, 1, FIRST)
@@ -369,6 +464,33 @@ def test_an_abort_of_one_reader_ends_the_request_and_the_other_is_told_why(rig: 
     assert rig.take(Failed, 1) == []
 
 
+@pytest.mark.parametrize("who", ["engine", "reader"])
+@pytest.mark.parametrize("state", ["open", "publishing", "published", "released", "expired"])
+def test_an_abort_in_any_state_ends_the_request_and_none_after_the_end_changes_it(who: str, state: str) -> None:
+    rig = Rig()
+    rig.subscribe(1)
+    if state != "open":
+        rig.sender.publish([3], last=state != "publishing")
+    pulled = generations(rig.take(Ready, 1))
+    if state == "released":
+        assert rig.release(1, pulled).unchanged
+    elif state == "expired":
+        rig.sender.expire(rig.now + LEASE_S + 1)
+    assert rig.sender.poll().value == state
+    if who == "engine":
+        rig.sender.abort("enough")
+    else:
+        rig.sender.on_abort(b"route1", 1, Abort(Failure(FailureReason.ABORTED, "enough"), SOLO))
+        assert len(rig.take(AbortAck, 1)) == 1
+    ended = state if state in ("released", "expired") else "aborted"
+    assert rig.sender.poll().value == ended
+    assert not pulled or not rig.release(1, pulled).unchanged
+    rig.sender.publish([4], last=True)
+    rig.subscribe(1)
+    assert rig.take(Ready) == []
+    assert rig.sender.poll().value == ended
+
+
 def test_the_first_cause_is_kept(rig: Rig) -> None:
     published(rig)
     rig.sender.fail(Failure(FailureReason.BACKEND, "first"))
@@ -398,3 +520,75 @@ def test_verdicts_name_the_publication_that_changed(rig: Rig) -> None:
 def test_a_release_of_something_never_published_is_denied(rig: Rig) -> None:
     published(rig)
     assert not rig.release(1, {5: 1}).unchanged
+
+
+def test_the_first_wanted_pages_are_told_once_every_reader_has_subscribed(rig: Rig) -> None:
+    assert rig.sender.first_pages() is None
+    rig.subscribe(1, FIRST, spans=(PageSpan("kv", 4, 2),))
+    assert rig.sender.first_pages() is None
+    rig.subscribe(2, SECOND, spans=(PageSpan("kv", 3, 3),))
+    assert rig.sender.first_pages() == {"kv": 3}
+
+
+def test_a_stranger_does_not_say_which_pages_are_wanted(rig: Rig) -> None:
+    rig.subscribe(1, FIRST, spans=(PageSpan("kv", 4, 2),))
+    rig.subscribe(9, STRANGER, spans=(PageSpan("kv", 0, 6),))
+    assert rig.sender.first_pages() is None
+
+
+def test_attempts_are_read_under_the_lock_under_which_they_change() -> None:
+    rig = Rig()
+    rig.subscribe(1)
+    asked: Future[tuple[int, ...]] = Future()
+    thread = Thread(target=lambda: asked.set_result(rig.sender.attempts()))
+    with rig.sender._lock:
+        thread.start()
+        with pytest.raises(TimeoutError):
+            asked.result(0.2)
+    assert asked.result(60.0) == (1,)
+    thread.join(60.0)
+
+
+def ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> Failure:
+    """The failure of a request that has ended badly, which is in the log too."""
+    assert rig.sender.failure
+    (line,) = [one.message for one in caplog.records if one.levelname == "WARNING"]
+    assert line == f"transfer t {rig.sender.poll()}: {rig.sender.failure}"
+    return rig.sender.failure
+
+
+def test_pages_that_nobody_came_for_are_told_of_with_what_to_do(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.sender.publish([4], last=True)
+    rig.sender.expire(rig.now + LEASE_S + 1)
+    cause = ended(rig, caplog)
+    assert cause.reason is FailureReason.EXPIRED
+    assert "nobody has asked for the published pages" in cause.text
+    assert "PDLINK_PUBLICATION_LEASE_S" in cause.fix
+
+
+def test_an_abort_is_told_of_by_the_decode_instance_that_it_came_from(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.subscribe(1)
+    rig.sender.on_abort(b"route1", 1, Abort(Failure(FailureReason.ABORTED, "enough"), SOLO))
+    cause = ended(rig, caplog)
+    assert cause.text == "enough"
+    assert cause.worker_id == SOLO.decode_instance
+
+
+@pytest.mark.parametrize(
+    ("lease_s", "liveness_s", "setting"), [(30.0, 15.0, "LIVENESS_TIMEOUT"), (5.0, 15.0, "PUBLICATION_LEASE")]
+)
+def test_a_silent_reader_is_told_of_by_the_limit_that_it_has_passed(lease_s, liveness_s, setting) -> None:
+    rig = Rig(replace(facts(), lease_s=lease_s, liveness_s=liveness_s))
+    rig.subscribe(1)
+    rig.sender.expire(rig.now + min(lease_s, liveness_s) + 1)
+    assert rig.sender.failure
+    assert f"PDLINK_{setting}_S" in rig.sender.failure.fix
+
+
+def test_a_success_is_no_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pdlink.prefill")
+    published(rig)
+    rig.release(1, {})
+    assert [(one.levelname, one.message) for one in caplog.records] == [("INFO", "transfer t released")]

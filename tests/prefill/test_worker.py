@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange
+from pdlink.backends.page_digests import PageDigests
 from pdlink.config import load_settings
 from pdlink.control.frames import (
     Abort,
@@ -20,21 +19,17 @@ from pdlink.control.frames import (
     Refused,
     Release,
     Staged,
-    Subscribe,
     Subscribed,
     Verdict,
 )
 from pdlink.errors import DuplicateTransfer, InvalidInput, StateError
-from pdlink.layout.components import CacheLayout, index_k, latent
-from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
-from pdlink.prefill import chunk
 from pdlink.transfer.descriptors import Int64Array
-from pdlink.transfer.digests import Digests
+from pdlink.transfer.digests import DigestKind, Digests
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import SenderState
-from tests.prefill.peer import Desk, desk
+from tests.prefill.peer import Desk, Peer, desk
 from tests.prefill.rig import INCARNATION, SOLO, subscribe
 
 ENOUGH = Failure(FailureReason.ABORTED, "enough")
@@ -45,13 +40,6 @@ OTHER = ReaderSet("other")
 def at() -> Iterator[Desk]:
     with desk() as made:
         yield made
-
-
-def mismatched(readers: ReaderSet = SOLO) -> Subscribe:
-    """What a decode side with rows of 1,312 bytes sends."""
-    parts = (latent(64, range(4), bytes_per_token=1312), index_k(64, range(4)))
-    theirs = fingerprint(CacheLayout(4, parts))
-    return dataclasses.replace(subscribe(readers), fingerprint_digest=theirs.digest, fingerprint=theirs)
 
 
 def pulled(frames: list[Ready]) -> dict[int, int]:
@@ -238,75 +226,6 @@ def test_two_workers_never_give_their_publications_the_same_generation() -> None
     assert not seen[0] & seen[1]
 
 
-# --- sides that do not fit ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["open", "later"])
-def test_a_mismatch_fails_the_open_request_or_the_one_that_opens_next_with_both_values(at: Desk, when: str) -> None:
-    peer = at.peer()
-    sender = at.worker.open("t") if when == "open" else None
-    answers = peer.ask(1, mismatched())
-    sender = sender or at.worker.open("t")
-    assert sender.poll() is SenderState.ABORTED
-    for failure in [sender.failure, *(one.cause for one in answers if isinstance(one, Refused))]:
-        assert failure
-        assert failure.reason is FailureReason.INCOMPATIBLE
-        assert "83968" in failure.text
-        assert "41984" in failure.text
-    peer.ask(2, subscribe(SOLO), "good")
-    at.worker.open("good").publish([4], last=True)
-    assert len(peer.answers(Ready, 2)) == 1
-
-
-def test_after_a_mismatch_the_id_is_free_for_another_set(at: Desk) -> None:
-    peer = at.peer()
-    at.worker.open("t")
-    peer.ask(1, mismatched(OTHER))
-    assert peer.ask(2, subscribe(SOLO)) == [Subscribed(INCARNATION, 0, False)]
-    at.worker.open("t").publish([4], last=True)
-    assert len(peer.answers(Ready, 2)) == 1
-
-
-def test_a_mismatch_of_another_set_does_not_end_a_claimed_request(at: Desk) -> None:
-    peer = at.peer()
-    sender = at.worker.open("t")
-    peer.ask(1, subscribe(SOLO))
-    assert [type(one) for one in peer.ask(2, mismatched(OTHER))] == [Refused]
-    assert sender.poll() is SenderState.OPEN
-
-
-def test_a_mismatch_of_another_set_does_not_end_an_early_one(at: Desk) -> None:
-    peer = at.peer()
-    peer.ask(1, subscribe(SOLO))
-    peer.ask(2, mismatched(OTHER))
-    assert at.worker.open("t").poll() is SenderState.OPEN
-
-
-def test_a_mismatch_of_one_reader_is_not_forgotten_when_another_of_its_set_fits(at: Desk) -> None:
-    peer = at.peer()
-    peer.ask(1, mismatched(ReaderSet("dec", 0, 2)))
-    peer.ask(2, subscribe(ReaderSet("dec", 1, 2)))
-    sender = at.worker.open("t")
-    assert sender.failure
-    assert sender.failure.reason is FailureReason.INCOMPATIBLE
-    assert [one.cause.reason for one in peer.answers(Failed, 2)] == [FailureReason.INCOMPATIBLE]
-
-
-def test_a_protocol_without_a_common_version_is_refused_before_anything_else(at: Desk) -> None:
-    future = ProtocolRange(PROTOCOL.greatest + 1, PROTOCOL.greatest + 1)
-    (refusal,) = at.peer().ask(1, dataclasses.replace(mismatched(), protocol=future))
-    assert isinstance(refusal, Refused)
-    assert [one.field for one in refusal.cause.mismatches] == ["protocol"]
-
-
-def test_a_subscribe_that_means_another_incarnation_is_stale_and_ends_nothing(at: Desk) -> None:
-    sender = at.worker.open("t")
-    (refusal,) = at.peer().ask(1, dataclasses.replace(subscribe(SOLO), incarnation=INCARNATION - 1))
-    assert isinstance(refusal, Refused)
-    assert refusal.cause.reason is FailureReason.STALE
-    assert sender.poll() is SenderState.OPEN
-
-
 # --- bounds and ends ---------------------------------------------------------------------------------
 
 
@@ -352,7 +271,7 @@ def test_closing_tells_the_readers_and_opens_nothing_more(at: Desk) -> None:
     at.worker.close()
     at.worker.close()
     assert sender.poll() is SenderState.ABORTED
-    frame = peer._frames.get(timeout=10)
+    frame = peer._frames.get(timeout=60)
     assert isinstance(frame.body, Failed)
     assert "is closing" in frame.body.cause.text
     with pytest.raises(StateError, match="closed"):
@@ -364,25 +283,25 @@ def test_hashing_keeps_no_frame_waiting_and_pages_withdrawn_meanwhile_are_never_
 ) -> None:
     hashing, go_on = threading.Event(), threading.Event()
 
-    def slow(regions: Sequence[Region], pages: Int64Array) -> Digests:
+    def slow(digests: PageDigests, kind: DigestKind, regions: Sequence[Region], pages: Int64Array) -> Digests:
         hashing.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return np.zeros((len(regions), len(pages)), dtype=np.uint64)
 
-    monkeypatch.setattr(chunk, "page_digests", slow)
+    monkeypatch.setattr(PageDigests, "__call__", slow)
     with desk(load_settings({}, verify_digests=True)) as at:
         peer = at.peer()
         sender = at.worker.open("t")
         peer.ask(1, subscribe(SOLO))
         publishing = threading.Thread(target=sender.publish, args=([3, 4],))
         publishing.start()
-        assert hashing.wait(10)
+        assert hashing.wait(60)
         assert peer.answers(Ready) == []
         withdrawing = threading.Thread(target=sender.withdraw, args=([4],))
         withdrawing.start()
         go_on.set()
         for thread in (publishing, withdrawing):
-            thread.join(10)
+            thread.join(60)
         # Published first and taken back at once, or never seen at all: in no order a yes.
         assert sender.poll() is SenderState.ABORTED
         frames = peer.answers(Ready)
@@ -400,3 +319,121 @@ def test_pages_that_nobody_wants_expire_by_themselves() -> None:
             peer.collect()
             ended.append(sender.poll())
         assert ended[-1] is SenderState.EXPIRED
+
+
+# --- one id, several requests ------------------------------------------------------------------------
+
+
+def ended(at: Desk, peer: Peer) -> None:
+    """A first request of the id that attempt 1 has read; it is remembered for a while."""
+    at.worker.open("t").publish([4], last=True)
+    peer.send(1, subscribe(SOLO))
+    assert peer.ask(1, Release(SOLO, pulled(peer.answers(Ready, 1)))) == [Verdict(True)]
+
+
+def test_a_release_of_nothing_counts_for_the_later_request_that_it_means(at: Desk) -> None:
+    peer = at.peer()
+    ended(at, peer)
+    assert peer.ask(2, Release(SOLO)) == [Verdict(True)]
+    sender = at.worker.open("t")
+    sender.publish([5], last=True)
+    assert sender.poll() is SenderState.RELEASED
+
+
+def test_a_release_of_nothing_counts_for_a_later_request_though_an_earlier_one_is_being_read(at: Desk) -> None:
+    peer = at.peer()
+    sender = at.worker.open("t")
+    peer.send(1, subscribe(SOLO))
+    assert Verdict(True) in peer.ask(2, Release(SOLO))
+    sender.publish([4], last=True)
+    assert peer.ask(1, Release(SOLO, pulled(peer.answers(Ready, 1)))) == [Verdict(True)]
+    assert sender.poll() is SenderState.RELEASED
+    later = at.worker.open("t")
+    later.publish([5], last=True)
+    assert later.poll() is SenderState.RELEASED
+
+
+def test_an_abort_ends_the_later_request_that_it_means(at: Desk) -> None:
+    peer = at.peer()
+    ended(at, peer)
+    peer.ask(2, subscribe(SOLO))
+    assert peer.ask(2, Abort(ENOUGH, SOLO)) == [AbortAck()]
+    assert at.worker.open("t").poll() is SenderState.ABORTED
+
+
+def test_a_reader_of_a_request_that_made_way_for_another_is_told_at_once(at: Desk) -> None:
+    """Its frame about the end was lost. It must not wait for a deadline, nor be vouched for."""
+    peer = at.peer()
+    old = at.worker.open("t")
+    old.publish([4], last=True)
+    peer.send(1, subscribe(SOLO))
+    release = Release(SOLO, pulled(peer.answers(Ready, 1)))
+    old.abort("the engine says no")
+    new = at.worker.open("t")
+    peer.collect()
+    (refused,) = peer.ask(1, subscribe(SOLO))
+    assert isinstance(refused, Refused)
+    assert refused.cause.text == "the engine says no"
+    (denied,) = peer.ask(1, release)
+    assert isinstance(denied, Verdict)
+    assert not denied.unchanged
+    assert peer.ask(1, Abort(ENOUGH, SOLO)) == [AbortAck()]
+    assert peer.ask(1, subscribe(SOLO)) == []
+    assert new.poll() is SenderState.OPEN
+
+
+def test_frames_of_an_attempt_that_was_replaced_do_not_touch_a_later_request() -> None:
+    with desk(load_settings({}, liveness_timeout_s=0.3)) as at:
+        peer = at.peer()
+        old = at.worker.open("t")
+        old.publish([4], last=True)
+        peer.send(1, subscribe(SOLO))
+        peer.collect()
+        while not peer.answers(Ready, 2):
+            peer.send(2, subscribe(SOLO))
+        old.abort()
+        new = at.worker.open("t")
+        peer.collect()
+        assert peer.ask(1, Abort(ENOUGH, SOLO)) == [AbortAck()]
+        assert new.poll() is SenderState.OPEN
+
+
+def test_a_reader_that_falls_silent_gives_its_pages_back_long_before_the_lease() -> None:
+    with desk(load_settings({}, liveness_timeout_s=0.3)) as at:
+        sender = at.worker.open("t")
+        sender.publish([1], last=True)
+        peer = at.peer()
+        peer.send(1, subscribe(SOLO))
+        assert len(peer.answers(Ready, 1)) == 1
+        while not sender.poll().is_final:
+            peer.collect()
+        assert sender.poll() is SenderState.EXPIRED
+        assert sender.failure
+        assert sender.failure.reason is FailureReason.PEER_GONE
+
+
+# --- the worker closes -------------------------------------------------------------------------------
+
+
+def test_a_worker_that_closes_refuses_whom_it_has_kept_waiting(at: Desk) -> None:
+    peer = at.peer()
+    peer.ask(1, subscribe(SOLO), "never opened")
+    at.worker.close()
+    told = peer.next()
+    assert (told.transfer_id, told.attempt) == ("never opened", 1)
+    assert isinstance(told.body, Refused)
+    assert told.body.cause.text == "prefill worker pre/dp0.pp0.cp0.tp0 is closing"
+    assert told.body.cause.fix
+
+
+def test_a_subscribe_while_a_worker_closes_is_refused(at: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = at.peer()
+    peer.collect()
+    with monkeypatch.context() as held:
+        held.setattr(at.worker._server, "close", lambda: None)
+        at.worker.close()
+    peer.send(1, subscribe(SOLO))
+    told = peer.next().body
+    assert isinstance(told, Refused)
+    assert "is closing" in told.cause.text
+    at.worker._server.close()
