@@ -24,51 +24,45 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdlink/v1/common.proto\x12\tpdlink.v1\"0\n\rProtocolRange\x12\r\n\x05least\x18\x01 \x01(\r\x12\x10\n\x08greatest\x18\x02 \x01(\r\"|\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x14\n\x0ctoken_stride\x18\x04 \x01(\x04\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x13\n\x0bhead_stride\x18\x06 \x01(\x04\"\x95\x01\n\tComponent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12 \n\x06\x66ields\x18\x06 \x03(\x0b\x32\x10.pdlink.v1.Field\x12\x12\n\npage_group\x18\x07 \x01(\t\"e\n\x0b\x43\x61\x63heLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12(\n\ncomponents\x18\x02 \x03(\x0b\x32\x14.pdlink.v1.Component\x12\x18\n\x10num_draft_layers\x18\x03 \x01(\r\"-\n\x08LayerSet\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\"A\n\x0fRankCoordinates\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x63p\x18\x03 \x01(\r\x12\n\n\x02tp\x18\x04 \x01(\r\"?\n\rParallelSizes\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x63p\x18\x03 \x01(\r\x12\n\n\x02tp\x18\x04 \x01(\r\"E\n\rComponentPlan\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.pdlink.v1.PlanKind\"\xb3\x01\n\x06Region\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x14\n\x0c\x62\x61se_address\x18\x03 \x01(\x06\x12\x13\n\x0bpage_stride\x18\x04 \x01(\x04\x12\x12\n\npage_bytes\x18\x05 \x01(\x04\x12\x11\n\tnum_pages\x18\x06 \x01(\x04\x12%\n\x06memory\x18\x07 \x01(\x0e\x32\x15.pdlink.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x08 \x01(\r\"\xb9\x01\n\tRegionSet\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x13\n\x0bpage_stride\x18\x02 \x01(\x04\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12%\n\x06memory\x18\x05 \x01(\x0e\x32\x15.pdlink.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\x12\x0e\n\x06layers\x18\x07 \x03(\r\x12\x16\n\x0e\x62\x61se_addresses\x18\x08 \x03(\x06\"G\n\x04Part\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.pdlink.v1.PartKind\x12\r\n\x05index\x18\x02 \x01(\r\x12\r\n\x05\x63ount\x18\x03 \x01(\r\"O\n\tReaderSet\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x01 \x01(\t\x12\x14\n\x0creader_index\x18\x02 \x01(\r\x12\x13\n\x0bnum_readers\x18\x03 \x01(\r\".\n\x0f\x46ingerprintItem\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"8\n\x0b\x46ingerprint\x12)\n\x05items\x18\x01 \x03(\x0b\x32\x1a.pdlink.v1.FingerprintItem\"_\n\x04Side\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12+\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x16.pdlink.v1.Fingerprint\"G\n\x08Mismatch\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x0b\n\x03\x66ix\x18\x04 \x01(\t\"`\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\nmismatches\x18\x03 \x03(\x0b\x32\x13.pdlink.v1.Mismatch\x12\x0c\n\x04peer\x18\x04 \x01(\t*T\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fPLAN_KIND_SPLIT\x10\x01\x12\x18\n\x14PLAN_KIND_REPLICATED\x10\x02*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_HOST\x10\x01\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x02*\x84\x01\n\x08PartKind\x12\x19\n\x15PART_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fPART_KIND_WHOLE\x10\x01\x12\x13\n\x0fPART_KIND_HEADS\x10\x02\x12\x1b\n\x17PART_KIND_TOKEN_RESIDUE\x10\x03\x12\x16\n\x12PART_KIND_SUB_PAGE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pdlink/v1/common.proto\x12\tpdlink.v1\"0\n\rProtocolRange\x12\r\n\x05least\x18\x01 \x01(\r\x12\x10\n\x08greatest\x18\x02 \x01(\r\"|\n\x05\x46ield\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\x17\n\x0f\x62ytes_per_token\x18\x03 \x01(\x04\x12\x14\n\x0ctoken_stride\x18\x04 \x01(\x04\x12\x11\n\tnum_heads\x18\x05 \x01(\r\x12\x13\n\x0bhead_stride\x18\x06 \x01(\x04\"\xaa\x01\n\tComponent\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x11\n\tpage_size\x18\x03 \x01(\r\x12\x12\n\npage_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06layers\x18\x05 \x03(\r\x12 \n\x06\x66ields\x18\x06 \x03(\x0b\x32\x10.pdlink.v1.Field\x12\x12\n\npage_group\x18\x07 \x01(\t\x12\x13\n\x0btotal_heads\x18\x08 \x01(\r\"e\n\x0b\x43\x61\x63heLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12(\n\ncomponents\x18\x02 \x03(\x0b\x32\x14.pdlink.v1.Component\x12\x18\n\x10num_draft_layers\x18\x03 \x01(\r\"-\n\x08LayerSet\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\"A\n\x0fRankCoordinates\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x63p\x18\x03 \x01(\r\x12\n\n\x02tp\x18\x04 \x01(\r\"?\n\rParallelSizes\x12\n\n\x02\x64p\x18\x01 \x01(\r\x12\n\n\x02pp\x18\x02 \x01(\r\x12\n\n\x02\x63p\x18\x03 \x01(\r\x12\n\n\x02tp\x18\x04 \x01(\r\"E\n\rComponentPlan\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12!\n\x04kind\x18\x02 \x01(\x0e\x32\x13.pdlink.v1.PlanKind\"\xb9\x01\n\tRegionSet\x12\x11\n\tcomponent\x18\x01 \x01(\t\x12\x13\n\x0bpage_stride\x18\x02 \x01(\x04\x12\x12\n\npage_bytes\x18\x03 \x01(\x04\x12\x11\n\tnum_pages\x18\x04 \x01(\x04\x12%\n\x06memory\x18\x05 \x01(\x0e\x32\x15.pdlink.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\x12\x0e\n\x06layers\x18\x07 \x03(\r\x12\x16\n\x0e\x62\x61se_addresses\x18\x08 \x03(\x06\"O\n\tReaderSet\x12\x17\n\x0f\x64\x65\x63ode_instance\x18\x01 \x01(\t\x12\x14\n\x0creader_index\x18\x02 \x01(\r\x12\x13\n\x0bnum_readers\x18\x03 \x01(\r\".\n\x0f\x46ingerprintItem\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"8\n\x0b\x46ingerprint\x12)\n\x05items\x18\x01 \x03(\x0b\x32\x1a.pdlink.v1.FingerprintItem\"_\n\x04Side\x12*\n\x08protocol\x18\x01 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12+\n\x0b\x66ingerprint\x18\x02 \x01(\x0b\x32\x16.pdlink.v1.Fingerprint\"G\n\x08Mismatch\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\t\x12\x0b\n\x03\x66ix\x18\x04 \x01(\t\"`\n\x0b\x45rrorDetail\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\'\n\nmismatches\x18\x03 \x03(\x0b\x32\x13.pdlink.v1.Mismatch\x12\x0c\n\x04peer\x18\x04 \x01(\t*T\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fPLAN_KIND_SPLIT\x10\x01\x12\x18\n\x14PLAN_KIND_REPLICATED\x10\x02*U\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10MEMORY_KIND_HOST\x10\x01\x12\x14\n\x10MEMORY_KIND_CUDA\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdlink.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PLANKIND']._serialized_start=1616
-  _globals['_PLANKIND']._serialized_end=1700
-  _globals['_MEMORYKIND']._serialized_start=1702
-  _globals['_MEMORYKIND']._serialized_end=1787
-  _globals['_PARTKIND']._serialized_start=1790
-  _globals['_PARTKIND']._serialized_end=1922
+  _globals['_PLANKIND']._serialized_start=1382
+  _globals['_PLANKIND']._serialized_end=1466
+  _globals['_MEMORYKIND']._serialized_start=1468
+  _globals['_MEMORYKIND']._serialized_end=1553
   _globals['_PROTOCOLRANGE']._serialized_start=37
   _globals['_PROTOCOLRANGE']._serialized_end=85
   _globals['_FIELD']._serialized_start=87
   _globals['_FIELD']._serialized_end=211
   _globals['_COMPONENT']._serialized_start=214
-  _globals['_COMPONENT']._serialized_end=363
-  _globals['_CACHELAYOUT']._serialized_start=365
-  _globals['_CACHELAYOUT']._serialized_end=466
-  _globals['_LAYERSET']._serialized_start=468
-  _globals['_LAYERSET']._serialized_end=513
-  _globals['_RANKCOORDINATES']._serialized_start=515
-  _globals['_RANKCOORDINATES']._serialized_end=580
-  _globals['_PARALLELSIZES']._serialized_start=582
-  _globals['_PARALLELSIZES']._serialized_end=645
-  _globals['_COMPONENTPLAN']._serialized_start=647
-  _globals['_COMPONENTPLAN']._serialized_end=716
-  _globals['_REGION']._serialized_start=719
-  _globals['_REGION']._serialized_end=898
-  _globals['_REGIONSET']._serialized_start=901
-  _globals['_REGIONSET']._serialized_end=1086
-  _globals['_PART']._serialized_start=1088
-  _globals['_PART']._serialized_end=1159
-  _globals['_READERSET']._serialized_start=1161
-  _globals['_READERSET']._serialized_end=1240
-  _globals['_FINGERPRINTITEM']._serialized_start=1242
-  _globals['_FINGERPRINTITEM']._serialized_end=1288
-  _globals['_FINGERPRINT']._serialized_start=1290
-  _globals['_FINGERPRINT']._serialized_end=1346
-  _globals['_SIDE']._serialized_start=1348
-  _globals['_SIDE']._serialized_end=1443
-  _globals['_MISMATCH']._serialized_start=1445
-  _globals['_MISMATCH']._serialized_end=1516
-  _globals['_ERRORDETAIL']._serialized_start=1518
-  _globals['_ERRORDETAIL']._serialized_end=1614
+  _globals['_COMPONENT']._serialized_end=384
+  _globals['_CACHELAYOUT']._serialized_start=386
+  _globals['_CACHELAYOUT']._serialized_end=487
+  _globals['_LAYERSET']._serialized_start=489
+  _globals['_LAYERSET']._serialized_end=534
+  _globals['_RANKCOORDINATES']._serialized_start=536
+  _globals['_RANKCOORDINATES']._serialized_end=601
+  _globals['_PARALLELSIZES']._serialized_start=603
+  _globals['_PARALLELSIZES']._serialized_end=666
+  _globals['_COMPONENTPLAN']._serialized_start=668
+  _globals['_COMPONENTPLAN']._serialized_end=737
+  _globals['_REGIONSET']._serialized_start=740
+  _globals['_REGIONSET']._serialized_end=925
+  _globals['_READERSET']._serialized_start=927
+  _globals['_READERSET']._serialized_end=1006
+  _globals['_FINGERPRINTITEM']._serialized_start=1008
+  _globals['_FINGERPRINTITEM']._serialized_end=1054
+  _globals['_FINGERPRINT']._serialized_start=1056
+  _globals['_FINGERPRINT']._serialized_end=1112
+  _globals['_SIDE']._serialized_start=1114
+  _globals['_SIDE']._serialized_end=1209
+  _globals['_MISMATCH']._serialized_start=1211
+  _globals['_MISMATCH']._serialized_end=1282
+  _globals['_ERRORDETAIL']._serialized_start=1284
+  _globals['_ERRORDETAIL']._serialized_end=1380
 # @@protoc_insertion_point(module_scope)

@@ -18,25 +18,12 @@ class MemoryKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MEMORY_KIND_UNSPECIFIED: _ClassVar[MemoryKind]
     MEMORY_KIND_HOST: _ClassVar[MemoryKind]
     MEMORY_KIND_CUDA: _ClassVar[MemoryKind]
-
-class PartKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    PART_KIND_UNSPECIFIED: _ClassVar[PartKind]
-    PART_KIND_WHOLE: _ClassVar[PartKind]
-    PART_KIND_HEADS: _ClassVar[PartKind]
-    PART_KIND_TOKEN_RESIDUE: _ClassVar[PartKind]
-    PART_KIND_SUB_PAGE: _ClassVar[PartKind]
 PLAN_KIND_UNSPECIFIED: PlanKind
 PLAN_KIND_SPLIT: PlanKind
 PLAN_KIND_REPLICATED: PlanKind
 MEMORY_KIND_UNSPECIFIED: MemoryKind
 MEMORY_KIND_HOST: MemoryKind
 MEMORY_KIND_CUDA: MemoryKind
-PART_KIND_UNSPECIFIED: PartKind
-PART_KIND_WHOLE: PartKind
-PART_KIND_HEADS: PartKind
-PART_KIND_TOKEN_RESIDUE: PartKind
-PART_KIND_SUB_PAGE: PartKind
 
 class ProtocolRange(_message.Message):
     __slots__ = ("least", "greatest")
@@ -63,7 +50,7 @@ class Field(_message.Message):
     def __init__(self, name: _Optional[str] = ..., offset: _Optional[int] = ..., bytes_per_token: _Optional[int] = ..., token_stride: _Optional[int] = ..., num_heads: _Optional[int] = ..., head_stride: _Optional[int] = ...) -> None: ...
 
 class Component(_message.Message):
-    __slots__ = ("name", "dtype", "page_size", "page_bytes", "layers", "fields", "page_group")
+    __slots__ = ("name", "dtype", "page_size", "page_bytes", "layers", "fields", "page_group", "total_heads")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +58,7 @@ class Component(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     FIELDS_FIELD_NUMBER: _ClassVar[int]
     PAGE_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_HEADS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: str
     page_size: int
@@ -78,7 +66,8 @@ class Component(_message.Message):
     layers: _containers.RepeatedScalarFieldContainer[int]
     fields: _containers.RepeatedCompositeFieldContainer[Field]
     page_group: str
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., fields: _Optional[_Iterable[_Union[Field, _Mapping]]] = ..., page_group: _Optional[str] = ...) -> None: ...
+    total_heads: int
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., page_size: _Optional[int] = ..., page_bytes: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., fields: _Optional[_Iterable[_Union[Field, _Mapping]]] = ..., page_group: _Optional[str] = ..., total_heads: _Optional[int] = ...) -> None: ...
 
 class CacheLayout(_message.Message):
     __slots__ = ("num_layers", "components", "num_draft_layers")
@@ -130,26 +119,6 @@ class ComponentPlan(_message.Message):
     kind: PlanKind
     def __init__(self, component: _Optional[str] = ..., kind: _Optional[_Union[PlanKind, str]] = ...) -> None: ...
 
-class Region(_message.Message):
-    __slots__ = ("component", "layer", "base_address", "page_stride", "page_bytes", "num_pages", "memory", "device")
-    COMPONENT_FIELD_NUMBER: _ClassVar[int]
-    LAYER_FIELD_NUMBER: _ClassVar[int]
-    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    PAGE_STRIDE_FIELD_NUMBER: _ClassVar[int]
-    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_FIELD_NUMBER: _ClassVar[int]
-    component: str
-    layer: int
-    base_address: int
-    page_stride: int
-    page_bytes: int
-    num_pages: int
-    memory: MemoryKind
-    device: int
-    def __init__(self, component: _Optional[str] = ..., layer: _Optional[int] = ..., base_address: _Optional[int] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., device: _Optional[int] = ...) -> None: ...
-
 class RegionSet(_message.Message):
     __slots__ = ("component", "page_stride", "page_bytes", "num_pages", "memory", "device", "layers", "base_addresses")
     COMPONENT_FIELD_NUMBER: _ClassVar[int]
@@ -169,16 +138,6 @@ class RegionSet(_message.Message):
     layers: _containers.RepeatedScalarFieldContainer[int]
     base_addresses: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, component: _Optional[str] = ..., page_stride: _Optional[int] = ..., page_bytes: _Optional[int] = ..., num_pages: _Optional[int] = ..., memory: _Optional[_Union[MemoryKind, str]] = ..., device: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ..., base_addresses: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Part(_message.Message):
-    __slots__ = ("kind", "index", "count")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    kind: PartKind
-    index: int
-    count: int
-    def __init__(self, kind: _Optional[_Union[PartKind, str]] = ..., index: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class ReaderSet(_message.Message):
     __slots__ = ("decode_instance", "reader_index", "num_readers")

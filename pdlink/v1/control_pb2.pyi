@@ -72,7 +72,7 @@ class PageSpan(_message.Message):
     def __init__(self, group: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("protocol", "fingerprint_digest", "fingerprint", "readers", "incarnation", "spans", "next_sequence", "backends")
+    __slots__ = ("protocol", "fingerprint_digest", "fingerprint", "readers", "incarnation", "spans", "next_sequence", "backends", "stage_bytes", "stage_pieces", "trace_parent")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -81,6 +81,9 @@ class Subscribe(_message.Message):
     SPANS_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    STAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGE_PIECES_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolRange
     fingerprint_digest: bytes
     fingerprint: _common_pb2.Fingerprint
@@ -89,7 +92,10 @@ class Subscribe(_message.Message):
     spans: _containers.RepeatedCompositeFieldContainer[PageSpan]
     next_sequence: int
     backends: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint_digest: _Optional[bytes] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., incarnation: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[PageSpan, _Mapping]]] = ..., next_sequence: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ...) -> None: ...
+    stage_bytes: int
+    stage_pieces: int
+    trace_parent: str
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint_digest: _Optional[bytes] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., incarnation: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[PageSpan, _Mapping]]] = ..., next_sequence: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., stage_bytes: _Optional[int] = ..., stage_pieces: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class Subscribed(_message.Message):
     __slots__ = ("incarnation", "next_sequence", "open")
@@ -108,7 +114,7 @@ class Refused(_message.Message):
     def __init__(self, cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("sequence", "group", "start_page", "page_ids", "layers", "generation", "last", "has_aux", "aux", "digests")
+    __slots__ = ("sequence", "group", "start_page", "page_ids", "layers", "generation", "last", "has_aux", "aux", "digests", "staged_pieces", "digest_kind")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     START_PAGE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +125,8 @@ class Ready(_message.Message):
     HAS_AUX_FIELD_NUMBER: _ClassVar[int]
     AUX_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    STAGED_PIECES_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_KIND_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     group: str
     start_page: int
@@ -129,7 +137,9 @@ class Ready(_message.Message):
     has_aux: bool
     aux: bytes
     digests: bytes
-    def __init__(self, sequence: _Optional[int] = ..., group: _Optional[str] = ..., start_page: _Optional[int] = ..., page_ids: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., has_aux: _Optional[bool] = ..., aux: _Optional[bytes] = ..., digests: _Optional[bytes] = ...) -> None: ...
+    staged_pieces: int
+    digest_kind: str
+    def __init__(self, sequence: _Optional[int] = ..., group: _Optional[str] = ..., start_page: _Optional[int] = ..., page_ids: _Optional[bytes] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ..., generation: _Optional[int] = ..., last: _Optional[bool] = ..., has_aux: _Optional[bool] = ..., aux: _Optional[bytes] = ..., digests: _Optional[bytes] = ..., staged_pieces: _Optional[int] = ..., digest_kind: _Optional[str] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("sequences", "generations", "readers")
@@ -168,18 +178,34 @@ class Failed(_message.Message):
     def __init__(self, cause: _Optional[_Union[Cause, _Mapping]] = ...) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("ticket", "sequence", "first_page", "num_pages", "layers")
+    __slots__ = ("ticket", "sequence", "first_page", "num_pages", "layers", "parts")
     TICKET_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     ticket: int
     sequence: int
     first_page: int
     num_pages: int
     layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.LayerSet]
-    def __init__(self, ticket: _Optional[int] = ..., sequence: _Optional[int] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ReaderPart]
+    def __init__(self, ticket: _Optional[int] = ..., sequence: _Optional[int] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.LayerSet, _Mapping]]] = ..., parts: _Optional[_Iterable[_Union[ReaderPart, _Mapping]]] = ...) -> None: ...
+
+class ReaderPart(_message.Message):
+    __slots__ = ("component", "head_index", "head_count", "token_index", "token_count")
+    COMPONENT_FIELD_NUMBER: _ClassVar[int]
+    HEAD_INDEX_FIELD_NUMBER: _ClassVar[int]
+    HEAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    component: str
+    head_index: int
+    head_count: int
+    token_index: int
+    token_count: int
+    def __init__(self, component: _Optional[str] = ..., head_index: _Optional[int] = ..., head_count: _Optional[int] = ..., token_index: _Optional[int] = ..., token_count: _Optional[int] = ...) -> None: ...
 
 class Staged(_message.Message):
     __slots__ = ("ticket", "slot", "offset", "nbytes", "stamp", "generation")

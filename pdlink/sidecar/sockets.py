@@ -1,0 +1,124 @@
+"""Owns the unix sockets of a sidecar as files: where they may lie, who may connect, and that one sidecar has a place.
+
+A place is refused where another user could put a socket of his own in the way: engines trust what answers there with
+writing into their pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdlink.errors import InvalidInput
+
+MODE = 0o600
+MAX_PATH_BYTES = 107
+"""Of a unix socket's address, on Linux."""
+SUFFIX_BYTES = 24
+"""What is added to the sidecar's own path for the sockets of its engines' processes."""
+
+
+def check_place(path: Path) -> None:
+    """Raise `InvalidInput` unless sockets may lie at `path`: in a folder that this user, or root, alone can change."""
+    folder = path.parent
+    try:
+        facts = folder.stat()
+    except OSError as error:
+        raise InvalidInput(f"the folder {folder} of the sidecar's socket cannot be used: {error.strerror}") from error
+    if not stat.S_ISDIR(facts.st_mode):
+        raise InvalidInput(f"{folder}, where the sidecar's socket is to lie, is no folder")
+    if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise InvalidInput(
+            f"the folder {folder} of the sidecar's socket (mode {stat.S_IMODE(facts.st_mode):03o}, user "
+            f"{facts.st_uid}) can be changed by other users than {os.geteuid()}; use one of mode 700"
+        )
+
+
+def check_socket(path: Path) -> None:
+    """Raise `InvalidInput` unless a sidecar of this user may be behind `path`."""
+    check_place(path)
+    try:
+        facts = path.lstat()
+    except FileNotFoundError:
+        return  # nobody is there now, which is for whoever connects to say
+    if not stat.S_ISSOCK(facts.st_mode):
+        raise InvalidInput(f"{path} is no socket; give the path that `pdlink sidecar` was started with")
+    if facts.st_uid != os.geteuid():
+        raise InvalidInput(
+            f"the sidecar at {path} belongs to user {facts.st_uid}, this engine runs as user {os.geteuid()}; run both "
+            "as one user"
+        )
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Files made within are this user's alone from the start. Of the whole process: while it has one thread."""
+    before = os.umask(0o777 & ~MODE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+class Place:
+    """The right to serve at `path`, held until `close`. Removes what a sidecar that was killed has left there.
+
+    Raises `InvalidInput` as `check_place` does, for a path that is too long, and where another sidecar serves already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_place(path)
+        nbytes, most = len(os.fsencode(path)), MAX_PATH_BYTES - SUFFIX_BYTES
+        if nbytes > most:
+            raise InvalidInput(f"the socket path {path} has {nbytes} bytes; the most is {most}")
+        self.path = path
+        self._lock_path = path.with_name(path.name + ".lock")
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(self._lock_path, flags, MODE)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise InvalidInput(f"a sidecar serves at {path} already; stop that one, or give another path") from None
+        self._remove_sockets()
+
+    def engine_paths(self) -> tuple[Path, Path]:
+        """Names for the two sockets of one engine's process."""
+        made = secrets.token_hex(6)
+        return self.path.with_name(f"{self.path.name}.{made}.rpc"), self.path.with_name(f"{self.path.name}.{made}.life")
+
+    def close(self) -> None:
+        """Twice is fine."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        self._remove_sockets()
+        remove(self._lock_path)
+        os.close(fd)
+
+    def _remove_sockets(self) -> None:
+        remove(self.path)
+        for end in ("rpc", "life"):
+            for one in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.{end}"):
+                if not _is_served(one):  # an engine's process may take a moment to follow its sidecar
+                    remove(one)
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,142 @@
+"""Where a sidecar's sockets may lie, who may connect, and what is left there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from pdlink.errors import AccessDenied, DeadlineExceeded, InvalidInput, PeerGone
+from pdlink.sidecar import SidecarGone, connect, lifeline, stream
+from pdlink.sidecar.sockets import MAX_PATH_BYTES, Place, check_place, check_socket
+from pdlink.v1 import sidecar_pb2 as pb
+
+
+def bound(path: Path) -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(str(path))
+    return made
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o1777])
+def test_a_folder_that_others_can_change_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(InvalidInput, match=r"can be changed by other users .* mode 700"):
+        check_place(tmp_path / "a.sock")
+    with pytest.raises(InvalidInput, match="can be changed"):
+        connect(tmp_path / "a.sock")
+    tmp_path.chmod(0o700)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(tmp_path, 12345, -1) if os.geteuid() == 0 else monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(InvalidInput, match="can be changed by other users"):
+        check_place(tmp_path / "a.sock")
+
+
+def test_a_socket_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.sock"
+    with bound(path):
+        mine = path.lstat()
+        theirs = os.stat_result((mine.st_mode, *mine[1:4], mine.st_uid + 1, *mine[5:10]))
+        monkeypatch.setattr(Path, "lstat", lambda _: theirs)
+        with pytest.raises(InvalidInput, match=rf"belongs to user {mine.st_uid + 1}.* run both as one user"):
+            check_socket(path)
+
+
+def test_a_path_that_no_socket_can_have_is_refused_with_the_most(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="the most is"):
+        Place(tmp_path / ("a" * MAX_PATH_BYTES))
+    with pytest.raises(InvalidInput, match="No such file"):
+        check_place(tmp_path / "nowhere" / "a.sock")
+
+
+def test_a_file_that_is_no_socket_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    path.touch()
+    with pytest.raises(InvalidInput, match="is no socket"):
+        connect(path)
+
+
+def test_where_nobody_listens_the_engine_is_told_what_to_start(tmp_path: Path) -> None:
+    with pytest.raises(SidecarGone, match="pdlink sidecar --socket"):
+        connect(tmp_path / "a.sock")
+
+
+def test_one_place_has_one_sidecar(tmp_path: Path) -> None:
+    first = Place(tmp_path / "a.sock")
+    with pytest.raises(InvalidInput, match=r"serves at .* already"):
+        Place(tmp_path / "a.sock")
+    first.close()
+    first.close()
+    Place(tmp_path / "a.sock").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_sidecar_left_is_removed_and_what_is_served_stays(tmp_path: Path) -> None:
+    for name in ("a.sock", "a.sock.1.rpc", "a.sock.1.life"):
+        bound(tmp_path / name).close()
+    with bound(tmp_path / "a.sock.2.rpc") as served, bound(tmp_path / "b.sock.1.rpc"):
+        served.listen()
+        place = Place(tmp_path / "a.sock")
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == ["a.sock.2.rpc", "a.sock.lock", "b.sock.1.rpc"]
+    place.close()
+
+
+def test_a_lifeline_is_for_this_user_alone_and_tells_who_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "life"
+    listener = lifeline.Listener(path)
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    ours = lifeline.connect(path, 30.0)
+    theirs = listener.accept(30.0)
+    assert theirs is not None
+    assert ours.pid == theirs.pid == os.getpid()
+    assert not theirs.wait_ended(0)
+    ours.hang_up()
+    assert set(theirs.watched()) & lifeline.wait_any(theirs.watched())
+    for one in (ours, theirs, listener, listener):
+        one.close()
+    assert not path.exists()
+    with pytest.raises(PeerGone, match="does not listen"):
+        lifeline.connect(path, 30.0)
+
+
+def test_a_lifeline_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = lifeline.Listener(tmp_path / "life")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as made:
+        made.connect(str(tmp_path / "life"))
+        mine = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+        with pytest.raises(AccessDenied, match=rf"process {os.getpid()} of user {mine}"):
+            listener.accept(30.0)
+        assert made.recv(1) == b""
+    listener.close()
+
+
+def test_a_process_waits_for_its_engine_no_longer_than_it_may(tmp_path: Path) -> None:
+    listener = lifeline.Listener(tmp_path / "life")
+    reader, writer = os.pipe()
+    with pytest.raises(DeadlineExceeded):
+        listener.accept(0.01, reader)
+    os.close(writer)
+    assert listener.accept(30.0, reader) is None  # whoever started it has ended
+    os.close(reader)
+    listener.close()
+
+
+def test_an_engine_that_refuses_the_stream_leaves_no_lifeline_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rpc").write_text("no socket")
+    opened = pb.Opened(socket=str(tmp_path / "rpc"), lifeline=str(tmp_path / "life"))
+    monkeypatch.setattr(stream, "_open", lambda path, timeout_s: opened)
+    listener = lifeline.Listener(tmp_path / "life")
+    with pytest.raises(InvalidInput, match="is no socket"):
+        stream.EngineStream(tmp_path / "a.sock", 30.0)
+    with pytest.raises(DeadlineExceeded):
+        listener.accept(0.0)
+    listener.close()
