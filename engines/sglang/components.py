@@ -1,9 +1,11 @@
-"""Owns the translation of sglang's `KVArgs` of an MLA + DSA model into layout values. It imports no sglang.
+"""Owns the translation of sglang's `KVArgs` into layout values: MLA (with DSA index keys or without), and K/V heads.
+
+It imports no sglang, and every name that sglang has for a cache lives here.
 
 `KVArgs` is a bag of parallel lists (sglang/srt/disaggregation/base/conn.py, 0.5.23). It says where buffers are and how
 long a page is, not what the buffers are: layer ids are mostly empty, a draft's entries are appended at the tail, and
-nothing describes the inside of a page. The rest is the engine's knowledge of its model and comes in as `DsaModel`;
-whatever the two say twice must agree. A layer is never guessed from a position alone.
+nothing describes the inside of a page. The rest is the engine's knowledge of its model and comes in as `DsaModel` or
+`HeadsModel`; whatever the two say twice must agree. A layer is never guessed from a position alone.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from pdlink.errors import LayoutError
-from pdlink.layout.components import DRAFT_PREFIX, CacheLayout, Component, index_k, latent
+from pdlink.layout.components import DRAFT_PREFIX, CacheLayout, Component, heads, index_k, latent
 from pdlink.layout.regions import MemoryKind, Region
+from pdlink_engines.sglang.aux_rows import AuxBuffer, buffers_of
 
 KV_PAGES = "kv"
 """Page group of `page_indices`: the latent pages, a draft's too."""
@@ -23,6 +26,7 @@ INDEX_PAGES = "dsa"
 """Page group of the DSA entry of `state_indices`, a list of its own: it comes whole, with the last chunk."""
 
 _STATE = "dsa"
+_K, _V = "k", "v"
 _SCALE_BYTES = 4
 
 
@@ -85,12 +89,27 @@ class DsaModel:
 
 
 @dataclass(frozen=True, slots=True)
-class AuxBuffer:
-    """One host tensor of request rows; a request's aux is row i of every buffer, in this order."""
+class HeadsModel:
+    """What `KVArgs` does not say about a model with K and V heads (MHA, GQA). Equal on both sides.
 
-    base_address: int
-    row_bytes: int
-    num_rows: int
+    `num_heads` are the KV heads of one tensor-parallel rank; bytes are those of one head of one token.
+    """
+
+    num_layers: int
+    num_heads: int
+    k_head_bytes: int
+    v_head_bytes: int
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if min(self.num_layers, self.num_heads, self.k_head_bytes, self.v_head_bytes) < 1:
+            raise LayoutError(
+                f"a model with K and V heads needs at least 1 layer, head and byte, got num_layers={self.num_layers}, "
+                f"num_heads={self.num_heads}, k_head_bytes={self.k_head_bytes}, v_head_bytes={self.v_head_bytes}"
+            )
+
+
+Model: TypeAlias = DsaModel | HeadsModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,12 +150,27 @@ class _Entry:
         return self.nbytes == 0 and self.item_bytes == 0
 
 
-def cache_layout(model: DsaModel, *, page_size: int, dtype: str) -> CacheLayout:
+def cache_layout(model: Model, *, page_size: int, dtype: str) -> CacheLayout:
     """The layout of the whole model, the same on every rank. `dtype` is `KVArgs.kv_cache_dtype_str`.
 
     sglang writes an indexer page as all keys, then all scales (sglang/srt/mem_cache/index_key_cache.py).
     """
     own = {"auto": model.dtype, "bf16": "bfloat16"}.get(dtype, dtype)
+    if isinstance(model, HeadsModel):
+        return CacheLayout(
+            model.num_layers,
+            tuple(
+                heads(
+                    name,
+                    page_size,
+                    range(model.num_layers),
+                    num_heads=model.num_heads,
+                    head_bytes=nbytes,
+                    dtype=own,
+                )
+                for name, nbytes in ((_K, model.k_head_bytes), (_V, model.v_head_bytes))
+            ),
+        )
     rows = model.draft_latent_bytes_per_token or model.latent_bytes_per_token
     parts = [
         latent(page_size, range(model.num_layers), bytes_per_token=model.latent_bytes_per_token, dtype=own),
@@ -149,7 +183,7 @@ def cache_layout(model: DsaModel, *, page_size: int, dtype: str) -> CacheLayout:
     return CacheLayout(model.num_layers, tuple(one for one in parts if one.layers), model.num_draft_layers)
 
 
-def translate(kv_args: KvArgs, model: DsaModel, *, memory: MemoryKind, first_layer: int | None = None) -> SglangCache:
+def translate(kv_args: KvArgs, model: Model, *, memory: MemoryKind, first_layer: int | None = None) -> SglangCache:
     """Layout values of one rank's `kv_args`.
 
     `memory` is what the pools are made of (`KVArgs` does not say). `first_layer` is the global id of the rank's first
@@ -158,14 +192,17 @@ def translate(kv_args: KvArgs, model: DsaModel, *, memory: MemoryKind, first_lay
     """
     _refuse_foreign(kv_args)
     layout = cache_layout(model, page_size=kv_args.page_size, dtype=kv_args.kv_cache_dtype_str)
-    layers, drafts = _kv_layers(kv_args, model, first_layer)
-    entries = _latent_entries(kv_args, layers, drafts, memory)
-    states = _state_entries(kv_args, model, layers, drafts, memory)
+    if isinstance(model, HeadsModel):
+        entries, states = _head_entries(kv_args, model, first_layer, memory), []
+    else:
+        layers, drafts = _kv_layers(kv_args, model, first_layer)
+        entries = _entries(kv_args, _name_entries("latent", layers, drafts), memory)
+        states = _state_entries(kv_args, model, layers, drafts, memory)
     held = entries + [one for one in states if not one.is_elided]
     regions = [_region(one, layout, kv_args) for one in held]
     owned = {one.name: tuple(r.layer for r in regions if r.component == one.name) for one in layout.components}
     elided = tuple((one.component, one.layer) for one in states if one.is_elided)
-    return SglangCache(layout, owned, tuple(regions), _aux(kv_args), elided)
+    return SglangCache(layout, owned, tuple(regions), buffers_of(kv_args), elided)
 
 
 def _index(model: DsaModel, page_size: int, layers: tuple[int, ...]) -> Component:
@@ -190,7 +227,9 @@ def _refuse_foreign(kv_args: KvArgs) -> None:
         raise LayoutError(f"state_types has {_STATE!r} {len(kinds)} times; one list of index keys can be described")
     for name in ("kv_layout", "swa_kv_cache_layout", "mla_compression_ratios", "host_kv_data_ptrs", "kv_buf_groups"):
         if (value := getattr(kv_args, name, None)) is not None:
-            raise LayoutError(f"{name} is {value!r}; only plain MLA pages with DSA index keys can be described")
+            raise LayoutError(
+                f"{name} is {value!r}; only plain pages of MLA (with DSA index keys) or K/V heads can be described"
+            )
     if getattr(kv_args, "is_hybrid_mla_backend", False):
         raise LayoutError("is_hybrid_mla_backend is True; hybrid linear-attention pools cannot be described")
     for name in ("state_dim_per_tensor", "state_slice_outer_counts", "state_conv_shard_groups"):
@@ -253,12 +292,37 @@ def _first_layer(kv_args: KvArgs, given: int | None, num_layers: int) -> int | N
     return given if stated is None else stated
 
 
-def _latent_entries(kv_args: KvArgs, layers: list[int], drafts: list[int], memory: MemoryKind) -> list[_Entry]:
+def _head_entries(kv_args: KvArgs, model: HeadsModel, first_layer: int | None, memory: MemoryKind) -> list[_Entry]:
+    """K of every layer of this rank, then V of every layer."""
+    _same_length(kv_args, "kv_data_ptrs", "kv_data_lens", "kv_item_lens")
+    if kv_args.state_types:
+        raise LayoutError(f"state_types has {_STATE!r}, which a model with K and V heads does not cache")
+    if kv_args.num_draft_entries:
+        raise LayoutError(
+            f"num_draft_entries is {kv_args.num_draft_entries}; the draft of a model with K and V heads cannot be "
+            "described, start both servers without speculative decoding"
+        )
+    num_layers, rest = divmod(len(kv_args.kv_data_ptrs), 2)
+    if rest:
+        raise LayoutError(f"kv_data_ptrs has {len(kv_args.kv_data_ptrs)} entries, not as many for K as for V")
+    start = _first_layer(kv_args, first_layer, num_layers)
+    ids = list(kv_args.kv_layer_ids)
+    if start is None and not ids:
+        raise LayoutError("kv_layer_ids is empty and there is no prefill_start_layer; give first_layer")
+    layers = ids[:num_layers] if start is None else list(range(start, start + num_layers))
+    if ids and ids != layers + layers:
+        raise LayoutError(f"kv_layer_ids is {ids}, K and V of layers {layers} were expected")
+    if layers and (layers[0] < 0 or layers[-1] >= model.num_layers):
+        raise LayoutError(f"kv_data_ptrs covers layers {layers[0]} to {layers[-1]} of only {model.num_layers}")
+    return _entries(kv_args, [(name, layer) for name in (_K, _V) for layer in layers], memory)
+
+
+def _entries(kv_args: KvArgs, named: Sequence[tuple[str, int]], memory: MemoryKind) -> list[_Entry]:
     kinds: Sequence[str] | None = getattr(kv_args, "kv_data_mem_kinds", None)
     if kinds is not None:
         _same_length(kv_args, "kv_data_ptrs", "kv_data_mem_kinds")
     entries = []
-    for position, (component, layer) in enumerate(_name_entries("latent", layers, drafts)):
+    for position, (component, layer) in enumerate(named):
         where = f"kv_data_ptrs[{position}]"
         entries.append(
             _Entry(
@@ -332,22 +396,6 @@ def _region(entry: _Entry, layout: CacheLayout, kv_args: KvArgs) -> Region:
     device = kv_args.gpu_id if entry.memory is MemoryKind.CUDA else 0
     nbytes = entry.item_bytes
     return Region(entry.component, entry.layer, entry.address, nbytes, nbytes, num_pages, entry.memory, device)
-
-
-def _aux(kv_args: KvArgs) -> tuple[AuxBuffer, ...]:
-    _same_length(kv_args, "aux_data_ptrs", "aux_data_lens", "aux_item_lens")
-    buffers: list[AuxBuffer] = []
-    rows = zip(kv_args.aux_data_ptrs, kv_args.aux_data_lens, kv_args.aux_item_lens, strict=True)
-    for position, (address, nbytes, row_bytes) in enumerate(rows):
-        if row_bytes < 1 or nbytes < row_bytes or nbytes % row_bytes:
-            raise LayoutError(f"aux_data_ptrs[{position}] is {nbytes} bytes, not whole rows of {row_bytes}")
-        buffers.append(AuxBuffer(address, row_bytes, nbytes // row_bytes))
-        if buffers[-1].num_rows != buffers[0].num_rows:
-            raise LayoutError(
-                f"aux_data_ptrs[{position}] has {buffers[-1].num_rows} rows, aux_data_ptrs[0] has "
-                f"{buffers[0].num_rows}; a request is one row of each"
-            )
-    return tuple(buffers)
 
 
 def _same_length(kv_args: KvArgs, *names: str) -> None:
