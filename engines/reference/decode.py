@@ -13,6 +13,8 @@ from pdlink_engines.reference.gather import keep_rows
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.paged_cache import PagedCache, causal_mask, slots_of
 from pdlink_engines.reference.pool import PagedPool
+from pdlink_engines.reference.stage import Stage
+from pdlink_engines.reference.tensor_parallel import TpGroup, split_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,13 @@ def generate(
     first_token: int,
     *,
     max_new_tokens: int,
+    group: TpGroup | None = None,
 ) -> Generation:
     """Go on from `first_token`, greedily, up to `max_new_tokens` in all or one of the model's stop tokens.
 
-    `pool` has every layer. `page_ids` hold the cache of `prompt` and have room for the new tokens, whose rows are
-    written behind it. Raises `InvalidInput` when they have not.
+    `pool` has every layer, and with several ranks in `group` this rank's heads only, where the cache has heads; all of
+    them make the same calls in the same order. `page_ids` hold the cache of `prompt` and have room for the new tokens,
+    whose rows are written behind it. Raises `InvalidInput` when they have not.
     """
     page_size = pool.layout.components[0].page_size
     room = len(page_ids) * page_size
@@ -52,16 +56,19 @@ def generate(
             f"{len(page_ids)} pages of {page_size} hold {room} and model {model.name!r} allows {model.max_tokens}"
         )
     slots = slots_of(page_ids, page_size, 0, needed)
+    group = group or TpGroup()
+    stage = Stage(model, layers=split_layers(model, group))
     tokens = [first_token]
     rows: list[torch.Tensor] = []
     while len(tokens) < max_new_tokens and tokens[-1] not in model.stop_tokens:
-        rows.append(_step(model, pool, page_ids, slots, len(prompt) + len(tokens) - 1, tokens[-1]))
+        rows.append(_step(stage, model, pool, page_ids, slots, len(prompt) + len(tokens) - 1, tokens[-1]))
         tokens.append(int(rows[-1].argmax()))
     logits = torch.stack(rows) if rows else torch.empty((0, model.vocab_size))
     return Generation(tuple(tokens), logits)
 
 
 def _step(
+    stage: Stage,
     model: ReferenceModel,
     pool: PagedPool,
     page_ids: Sequence[int],
@@ -74,13 +81,7 @@ def _step(
     pool.begin_forward([ReadSpan(page_ids[: -(-position // page_size)], position)])
     cache = PagedCache(pool, model.shape, all_slots=slots[: position + 1], prefix=position, gather=keep_rows)
     with torch.no_grad():
-        output = model.network(
-            input_ids=torch.tensor([[token]]),
-            position_ids=torch.tensor([[position]]),
-            attention_mask=causal_mask([position], position + 1),
-            cache=cache,
-            use_cache=True,
-        )
+        output = stage.run(None, [token], [position], causal_mask([position], position + 1), cache)
+        logits = stage.logits(output, 0)
     pool.end_forward()
-    logits: torch.Tensor = output.logits[0, -1].float()
     return logits

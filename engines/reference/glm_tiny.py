@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NAME = "glm-dsa-tiny"
 INDEXERS = ("full", "full", "shared", "full", "shared", "shared", "full")
 INDEX_TOPK = 16
+NUM_HEADS = 4
 LATENT_RANK = 48
 ROPE_DIMS = 16
 INDEX_DIMS = 32
@@ -64,8 +65,8 @@ def _config() -> dict[str, Any]:
         "moe_intermediate_size": 48,
         "num_hidden_layers": len(INDEXERS),
         "first_k_dense_replace": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_HEADS,
         "kv_lora_rank": LATENT_RANK,
         "q_lora_rank": 48,
         "qk_rope_head_dim": ROPE_DIMS,

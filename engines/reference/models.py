@@ -41,11 +41,13 @@ class _Source:
     prepare: Callable[[], None]
     load: Callable[[], tuple[PreTrainedModel, Tokenizer]]
     stop_tokens: frozenset[int]
+    num_heads: int
+    """Heads that tensor parallelism can split: of keys and values where these have heads, else of the queries."""
 
 
 _SOURCES = {
-    glm_tiny.NAME: _Source(glm_tiny.SHAPE, glm_tiny.prepare, glm_tiny.load, glm_tiny.STOP_TOKENS),
-    smollm2.NAME: _Source(smollm2.SHAPE, smollm2.prepare, smollm2.load, smollm2.STOP_TOKENS),
+    glm_tiny.NAME: _Source(glm_tiny.SHAPE, glm_tiny.prepare, glm_tiny.load, glm_tiny.STOP_TOKENS, glm_tiny.NUM_HEADS),
+    smollm2.NAME: _Source(smollm2.SHAPE, smollm2.prepare, smollm2.load, smollm2.STOP_TOKENS, smollm2.SHAPE.kv_heads),
 }
 MODEL_NAMES = tuple(_SOURCES)
 
@@ -60,6 +62,11 @@ def _source(name: str) -> _Source:
 def model_shape(name: str) -> CacheShape:
     """What `name` caches per token, without loading it. Raises `InvalidInput` for a name that is not known."""
     return _source(name).shape
+
+
+def model_heads(name: str) -> int:
+    """How many ranks can share the heads of `name` at most. Raises `InvalidInput` for a name that is not known."""
+    return _source(name).num_heads
 
 
 def prepare_model(name: str) -> None:

@@ -1,7 +1,8 @@
 """Owns context-parallel, chunked prefill of several requests on one rank: what runs next, and one forward at a time.
 
 The pool it writes and the link that it tells about finished pages are passed in; it moves nothing to decode. All ranks
-of a shard group submit the same requests in the same order and call `step` equally often.
+of all pipeline stages submit the same requests in the same order and call `step` equally often. Stages take turns: a
+chunk goes through all of them before the next one starts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from pdlink_engines.reference.interleave import ChunkShares
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.paged_cache import PagedCache, causal_mask, slots_of
 from pdlink_engines.reference.pages import PageTable
+from pdlink_engines.reference.pipeline import Pipeline
 from pdlink_engines.reference.pool import PagedPool
+from pdlink_engines.reference.stage import Stage
 
 POLL_S = 0.001
 
@@ -76,7 +79,10 @@ class PrefillEngine:
 
     `on_pages` is called after each chunk, on every rank, with what became final; pages stay unchanged until every rank
     has called `release` for the request. `page_order` names the usable pages of the pool, in hand-out order (default:
-    all of them).
+    all of them); stages may differ in it, but not in how many pages they have.
+
+    `pipeline` says which stage this is and `layers` which layers it has (default: one stage, all layers). With several
+    stages, a forward that fails ends the instance: stages that went on find each other out of step.
     """
 
     def __init__(
@@ -88,12 +94,16 @@ class PrefillEngine:
         chunk_tokens: int,
         on_pages: Callable[[FinishedPages], None],
         page_order: Iterable[int] | None = None,
+        pipeline: Pipeline | None = None,
+        layers: range | None = None,
     ) -> None:
         if chunk_tokens < 1:
             raise InvalidInput(f"chunk size {chunk_tokens} must be at least 1 token")
         self._model = model
         self._pool = pool
         self._group = group
+        self._pipeline = pipeline or Pipeline(group)
+        self._stage = Stage(model, layers)
         self._chunk_tokens = chunk_tokens
         self._on_pages = on_pages
         self._page_size = pool.layout.components[0].page_size
@@ -176,7 +186,7 @@ class PrefillEngine:
 
     def _wait_for_pages(self, patient: bool, timeout_s: float) -> None:
         # The slowest clock must not decide alone: ranks give up together, or some would wait in a collective.
-        if not self._group.minimum([int(patient)])[0]:
+        if not self._pipeline.everyone.minimum([int(patient)])[0]:
             blocked = [one.request_id for one in self._requests.values() if not one.pages]
             raise DeadlineExceeded(
                 f"requests {blocked} waited {timeout_s:g} s for pages ({self._table.num_available} of "
@@ -189,7 +199,7 @@ class PrefillEngine:
         known = list(self._requests.values())
         with self._lock:
             said = [int(one.request_id in self._released) for one in known]
-        for request, everywhere in zip(known, self._group.minimum(said), strict=True):
+        for request, everywhere in zip(known, self._pipeline.everyone.minimum(said), strict=True):
             if not everywhere:
                 continue
             self._table.release(request.pages)
@@ -221,7 +231,7 @@ class PrefillEngine:
         logits = self._forward(request, shares)
         self._pool.end_forward()
         if shares.end == length:
-            logits = self._group.broadcast(logits, shares.holder(length - 1))
+            logits = self._pipeline.share(logits, shares.holder(length - 1))
         request.computed = shares.end
         self._table.remember(request.tokens, request.pages[: shares.end // self._page_size])
         if shares.end == length:
@@ -230,27 +240,28 @@ class PrefillEngine:
             )
 
     def _forward(self, request: _Request, shares: ChunkShares) -> torch.Tensor:
-        """Run this rank's share; returns float32 [vocab], which means something on the holder of the last token."""
+        """Run this rank's share through the layers of its stage.
+
+        Returns float32 [vocab], which means something on the last stage's holder of the last token.
+        """
         positions = shares.padded_positions(self._group.rank)
-        all_slots = slots_of(request.pages, self._page_size, 0, shares.end)
         cache = PagedCache(
             self._pool,
             self._model.shape,
-            all_slots=all_slots,
+            all_slots=slots_of(request.pages, self._page_size, 0, shares.end),
             prefix=shares.start,
             gather=self._group.row_gather(shares),
         )
+        stage, came = self._stage, None
+        if not stage.is_first:
+            came = self._pipeline.receive(request.request_id, shares, stage.incoming(len(positions), shares.end))
         with torch.no_grad():
-            output = self._model.network(
-                input_ids=torch.tensor([[request.tokens[one] for one in positions]]),
-                position_ids=torch.tensor([positions]),
-                attention_mask=causal_mask(positions, shares.end),
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=torch.tensor([shares.row(shares.end - 1)]),
-            )
-        logits: torch.Tensor = output.logits[0, 0].float().contiguous()
-        return logits
+            tokens = [request.tokens[one] for one in positions]
+            output = stage.run(came, tokens, positions, causal_mask(positions, shares.end), cache)
+            if stage.is_last:
+                return stage.logits(output, shares.row(shares.end - 1))
+        self._pipeline.send(request.request_id, shares, stage.outgoing(output))
+        return torch.empty(self._model.vocab_size)
 
     def _tell(self, request: _Request) -> None:
         result = request.result

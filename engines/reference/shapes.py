@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pdlink.errors import InvalidInput
 from pdlink.layout.components import CacheLayout, Component, heads, index_k, latent
+from pdlink.layout.layer_plan import balanced_ranges
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -46,10 +47,15 @@ class CacheShape:
         row = self.latent_dims or 2 * self.kv_heads * self.head_dims
         return (row * self.num_layers + self.index_dims * len(self.index_layers)) * self.value_bytes
 
-    def layout(self, page_size: int) -> CacheLayout:
-        """The components of this model in pages of `page_size` tokens. Raises `InvalidInput`."""
+    def layout(self, page_size: int, kept_heads: range | None = None) -> CacheLayout:
+        """The components of this model in pages of `page_size` tokens, with those of the KV heads that a rank keeps.
+
+        A latent row and an indexer key have no heads, so that every tensor-parallel rank keeps them whole. Raises
+        `InvalidInput`.
+        """
         if page_size < 1:
             raise InvalidInput(f"page size {page_size} must be at least 1 token")
+        kept = range(self.kv_heads) if kept_heads is None else kept_heads
         layers = range(self.num_layers)
         components: list[Component]
         if self.latent_dims:
@@ -58,10 +64,25 @@ class CacheShape:
         else:
             head = self.head_dims * self.value_bytes
             components = [
-                heads(name, page_size, layers, num_heads=self.kv_heads, head_bytes=head, dtype=self.dtype)
+                heads(
+                    name,
+                    page_size,
+                    layers,
+                    num_heads=len(kept),
+                    head_bytes=head,
+                    dtype=self.dtype,
+                    total_heads=self.kv_heads,
+                )
                 for name in ("k", "v")
             ]
         if self.index_layers:
             key = self.index_dims * self.value_bytes
             components.append(index_k(page_size, self.index_layers, key_bytes=key, scale_bytes=0, dtype=self.dtype))
         return CacheLayout(self.num_layers, tuple(components))
+
+
+def head_range(num_heads: int, num_ranks: int, rank: int) -> range:
+    """The heads of one rank: contiguous, the first ranks one more. Raises `InvalidInput` for a rank without any."""
+    if num_ranks > num_heads:
+        raise InvalidInput(f"tp {num_ranks} is more than the {num_heads} heads that can be split; give at most that")
+    return balanced_ranges(num_heads, num_ranks)[rank]

@@ -1,7 +1,8 @@
 """Checks a folder that `pdlink demo --dump` wrote, with numpy and the standard library alone.
 
-Every received page must equal the expected one in the bytes of the prompt's tokens, every layer must have exactly one
-owner, and the bytes pulled must be those of the pages. Prints one line for each fault; exits 1 when there is any.
+Every page that a decode rank received must equal the expected one in the bytes of the prompt's tokens, of the heads
+that the rank keeps; every layer must have exactly one owner, and the bytes pulled must be those of the pages. Prints
+one line for each fault; exits 1 when there is any.
 """
 
 from __future__ import annotations
@@ -13,42 +14,62 @@ from pathlib import Path
 import numpy as np
 
 
-def token_mask(component: dict, page_size: int, num_pages: int, num_tokens: int) -> np.ndarray:
-    """bool [num_pages, page_bytes]: bytes that belong to tokens of the prompt."""
-    mask = np.zeros((num_pages, component["page_bytes"]), dtype=bool)
-    for token in range(num_tokens):
-        for field in component["fields"]:
-            for head in range(field["num_heads"]):
-                start = field["offset"] + (token % page_size) * field["token_stride"] + head * field["head_stride"]
-                mask[token // page_size, start : start + field["bytes_per_token"]] = True
-    return mask
+def token_bytes(component: dict, page_size: int, num_tokens: int, heads: list | None) -> np.ndarray:
+    """int64 [tokens, bytes of one]: where the bytes of a prompt's tokens lie in its pages, laid end to end.
+
+    `heads` are those to count, of fields that have several.
+    """
+    tokens = np.arange(num_tokens)
+    starts = tokens // page_size * component["page_bytes"]
+    columns = []
+    for field in component["fields"]:
+        begin, end = heads or (0, field["num_heads"])
+        for head in range(begin, end):
+            first = starts + field["offset"] + tokens % page_size * field["token_stride"] + head * field["head_stride"]
+            columns.append(first[:, None] + np.arange(field["bytes_per_token"]))
+    return np.concatenate(columns, axis=1)
 
 
-def faults(folder: Path) -> list[str]:
-    plan = json.loads((folder / "plan.json").read_text())
+def owner_faults(plan: dict) -> list[str]:
     found = []
     for component in plan["components"]:
         for layer in component["layers"]:
             owners = [one["cp"] for one in plan["owners"] if layer in one["layers"].get(component["name"], [])]
             if len(owners) != 1:
                 found.append(f"{component['name']} layer {layer} has owners {owners}")
+    return found
+
+
+def reader_faults(folder: Path, plan: dict, request: dict, number: int) -> list[str]:
+    found = []
+    reader, page_size, num_tokens = plan["readers"][number], plan["page_size"], request["num_tokens"]
+    num_pages = -(-num_tokens // page_size)
+    pulled = [0] * len(plan["owners"])
+    for component, whole in zip(reader["components"], plan["components"], strict=True):
+        ours = token_bytes(whole, page_size, num_tokens, reader["heads"])
+        theirs = token_bytes(component, page_size, num_tokens, None)
+        for at, owner in enumerate(plan["owners"]):
+            pulled[at] += len(owner["layers"].get(component["name"], [])) * num_pages * component["page_bytes"]
+        for layer in component["layers"]:
+            name = f"{request['request_id']}/{component['name']}.{layer}.npy"
+            expected, received = np.load(folder / "expected" / name), np.load(folder / reader["folder"] / name)
+            wrong = np.argwhere(expected.reshape(-1)[ours] != received.reshape(-1)[theirs])
+            if len(expected) != len(received) or len(wrong):
+                page = int(wrong[0][0]) // page_size if len(wrong) else "?"
+                found.append(f"{reader['folder']}/{name}: page {page} differs")
+    if pulled != request["pulled_bytes_per_reader"][number]:
+        found.append(f"{request['request_id']}: decode rank {number} pulled other bytes than its pages have")
+    if len(set(request["decode_pages_per_reader"][number])) != num_pages:
+        found.append(f"{request['request_id']}: decode rank {number} used pages twice")
+    return found
+
+
+def faults(folder: Path) -> list[str]:
+    plan = json.loads((folder / "plan.json").read_text())
+    found = owner_faults(plan)
     for request in plan["requests"]:
-        num_pages = -(-request["num_tokens"] // plan["page_size"])
-        pulled = [0] * len(plan["owners"])
-        for component in plan["components"]:
-            mask = token_mask(component, plan["page_size"], num_pages, request["num_tokens"])
-            for owner in plan["owners"]:
-                pulled[owner["cp"]] += len(owner["layers"].get(component["name"], [])) * mask.size
-            for layer in component["layers"]:
-                name = f"{request['request_id']}/{component['name']}.{layer}.npy"
-                ours, theirs = (np.load(folder / side / name) for side in ("expected", "received"))
-                wrong = np.argwhere((ours != theirs) & mask)
-                if ours.shape != theirs.shape or len(wrong):
-                    found.append(f"{name}: page {wrong[0][0] if len(wrong) else '?'} differs")
-        if pulled != request["pulled_bytes"]:
-            found.append(f"{request['request_id']}: pulled {request['pulled_bytes']} bytes where pages have {pulled}")
-        if len(set(request["decode_pages"])) != num_pages:
-            found.append(f"{request['request_id']}: {num_pages} pages in {request['decode_pages']}")
+        for number in range(len(plan["readers"])):
+            found += reader_faults(folder, plan, request, number)
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import processes
+
 COMMAND = Path(sys.executable).parent / "pdlink"
-TIMEOUT_S = 240
+TIMEOUT_S = 480
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,5 @@ class Ended:
 
 
 def run_command(*arguments: str, env: dict[str, str] | None = None) -> Ended:
-    ended = subprocess.run(
-        [str(COMMAND), *arguments], capture_output=True, text=True, timeout=TIMEOUT_S, env=env, check=False
-    )
+    ended = processes.run([COMMAND, *arguments], env=env, timeout_s=TIMEOUT_S)
     return Ended(ended.returncode, ended.stdout, ended.stderr)

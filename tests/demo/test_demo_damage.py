@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.demo.command import run_command
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("demo")]
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("demo")]
     [
         "flip",
         pytest.param("skip-owner", marks=pytest.mark.slow),
-        "stale-scratch",
+        pytest.param("stale-scratch", marks=pytest.mark.slow),
         pytest.param("swap-layers", marks=pytest.mark.slow),
     ],
 )
@@ -37,8 +37,6 @@ def test_damage_exits_1_and_names_component_layer_and_page(damage: str, tmp_path
     assert "differs" in ended.error_lines[0]
     # The script that imports no pdlink comes to the same verdict.
     script = Path(__file__).with_name("check_dump.py")
-    checked = subprocess.run(
-        [sys.executable, "-I", str(script), str(tmp_path / "dump")], capture_output=True, text=True, check=False
-    )
+    checked = processes.run([sys.executable, "-I", str(script), str(tmp_path / "dump")])
     assert checked.returncode == 1
     assert "differs" in checked.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pdlink.layout.layer_plan import LayerPlan, PlanKind, find_faults
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import MemoryKind, check_region
 from pdlink_engines.sglang.components import INDEX_PAGES, KV_PAGES, DsaModel, SglangCache, cache_layout, translate
+from tests import processes
 
 RECORDING = Path(__file__).parent.parent / "fixtures" / "engines" / "sglang-0.5.23.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(RECORDING.read_text())["cases"]}
@@ -379,5 +379,5 @@ def test_the_smallest_model_is_accepted() -> None:
 
 def test_translating_loads_no_engine_and_no_torch() -> None:
     code = "import sys, pdlink_engines.sglang.components as c; print({'torch', 'sglang', 'grpc'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = processes.run([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "set()"

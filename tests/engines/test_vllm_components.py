@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from pdlink.layout.layer_plan import LayerPlan, PlanKind, find_faults
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import MemoryKind, check_region
 from pdlink_engines.vllm.components import DsaModel, VllmCache, cache_layout, translate
+from tests import processes
 
 RECORDING = Path(__file__).parent.parent / "fixtures" / "engines" / "vllm-0.33.0.json"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(RECORDING.read_text())["cases"]}
@@ -396,5 +396,5 @@ def test_an_index_head_that_is_no_whole_number_of_scale_blocks_is_refused() -> N
 
 def test_translating_loads_no_engine_and_no_torch() -> None:
     code = "import sys, pdlink_engines.vllm.components as c; print({'torch', 'vllm', 'grpc'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = processes.run([sys.executable, "-c", code], check=True)
     assert done.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""Owns one side of the pipe between the demo and a process that it started: lines of JSON out, commands in.
+"""Owns a demo process's side of the pipe to the demo that started it: reports out, commands in.
 
 The process ends when its parent does, whatever it is doing then: its standard input is closed, its shared memory is
 removed, and it exits.
@@ -6,7 +6,6 @@ removed, and it exits.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Callable
 
 from pdlink.backends import shm
 from pdlink.errors import DeadlineExceeded, PdlinkError
+from pdlink.testing.parent import Parent
 from pdlink_engines.reference.demo.spec import DemoSpec
 
 COMMAND_TIMEOUT_S = 600.0
@@ -25,16 +25,13 @@ class ParentPipe:
     """Reports go to the standard output that the process was started with; prints of libraries go to standard error."""
 
     def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-        os.dup2(2, 1)
+        self._parent = Parent()
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._lock = threading.Lock()
         self.spec = DemoSpec.model_validate_json(sys.stdin.readline())
         threading.Thread(target=self._listen, name="demo-parent", daemon=True).start()
 
     def report(self, event: str, **fields: object) -> None:
-        with self._lock:
-            self._out.write(json.dumps({"event": event, **fields}) + "\n")
+        self._parent.say({"event": event, **fields})
 
     def wait_for(self, command: str) -> None:
         """Block until the parent sends `command`. Raises `DeadlineExceeded`."""

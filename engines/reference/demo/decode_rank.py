@@ -1,19 +1,23 @@
-"""Owns the decode process of the demo: it learns who owns what, pulls every layer from its owner, and generates.
+"""Owns the process of one decode rank in the demo: it learns who owns what, pulls from every owner, and generates.
 
-Afterwards it runs plain transformers on the same prompts, in which nothing of pdlink takes part, and compares.
+With several tensor-parallel ranks each pulls the heads that it keeps (all of a cache without heads) into a pool and
+pages of its own. Afterwards the first rank runs plain transformers on the same prompts, in which nothing of pdlink
+takes part, and compares.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict, replace
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from pdlink.address import parse_address
-from pdlink.config import load_settings
 from pdlink.decode.links import PrefillInstance
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import InvalidInput
-from pdlink.layout.parallel import RankCoordinates
+from pdlink.layout.decode_plan import DecodePlace, DecodeRank, DecodeSizes
 from pdlink.memory.sharded_pool import LayerShardedPool
 from pdlink.runtime.node import Node
 from pdlink_engines.reference.compare import compare_generations
@@ -21,25 +25,29 @@ from pdlink_engines.reference.decode import Generation, generate
 from pdlink_engines.reference.demo.arrays import load_logits, save_pages
 from pdlink_engines.reference.demo.child import ParentPipe, run_child
 from pdlink_engines.reference.demo.damage import TamperedBackend, flip_bit, skip_owner, swap_layers
+from pdlink_engines.reference.demo.link import open_node
 from pdlink_engines.reference.demo.page_order import scattered_pages
 from pdlink_engines.reference.demo.spec import DECODE_INSTANCE, PREFILL_INSTANCE, Damage, DemoSpec
 from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_model
 from pdlink_engines.reference.page_bytes import collect_pages
 from pdlink_engines.reference.plain import generate_plain
+from pdlink_engines.reference.tensor_parallel import TpGroup
 
 RECEIVE_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 300.0
+"""Ranks start to generate when each has received, which may be far apart."""
 
 
 class Requests:
-    """The prompts as decode sees them: tokens, and the pages that hold prompt and answer."""
+    """The prompts as one decode rank sees them: tokens, and its pages that hold prompt and answer."""
 
-    def __init__(self, spec: DemoSpec, model: ReferenceModel) -> None:
+    def __init__(self, spec: DemoSpec, model: ReferenceModel, tp: int) -> None:
         self.tokens = {
             one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)
         }
         self.pages: dict[str, list[int]] = {}
         self.prompt_pages: dict[str, list[int]] = {}
-        order = scattered_pages(spec.pool_pages, "decode")
+        order = scattered_pages(spec.pool_pages, f"decode-{tp}")
         for request_id, tokens in self.tokens.items():
             needed = -(-(len(tokens) + spec.new_tokens) // spec.page_size)
             if needed > len(order):
@@ -51,16 +59,19 @@ class Requests:
             self.prompt_pages[request_id] = self.pages[request_id][: -(-len(tokens) // spec.page_size)]
 
 
-def main(pipe: ParentPipe) -> None:
+def main(pipe: ParentPipe, tp: int) -> None:
     spec = pipe.spec
     fix_threads()
+    group = _join(spec, tp)
     model = load_model(spec.model)
-    layout = spec.layout()
-    requests = Requests(spec, model)
+    layout = spec.decode_layout(tp)
+    requests = Requests(spec, model, tp)
     pool = LayerShardedPool(layout, {one.name: one.layers for one in layout.components}, spec.pool_pages)
-    with Node(load_settings(backends=spec.backend)) as node:
-        _tamper(node, spec)
-        worker = node.decode(DECODE_INSTANCE, layout, pool.regions())
+    with open_node(spec, "decode") as node:
+        if isinstance(node, Node):
+            _tamper(node, spec)
+        place = DecodePlace(DecodeSizes(tp=spec.decode_tp), DecodeRank(tp=tp))
+        worker = node.decode(DECODE_INSTANCE, layout, pool.regions(), place=place)
         prefill = PrefillInstance(PREFILL_INSTANCE, (parse_address(spec.bootstrap),))
         pipe.report("ready", backends=list(node.backends))
         pipe.wait_for("go")
@@ -72,17 +83,33 @@ def main(pipe: ParentPipe) -> None:
         for receiver in receivers.values():
             receiver.on_end(lambda ended: done_at.__setitem__(ended.transfer_id, time.monotonic()))
         generations = {
-            one: _finish(pipe, spec, model, pool, requests, receiver, done_at) for one, receiver in receivers.items()
+            one: _finish(pipe, spec, group, model, pool, requests, receiver, done_at)
+            for one, receiver in receivers.items()
         }
     pipe.wait_for("compare")
-    for request_id, generation in generations.items():
+    for request_id, generation in generations.items() if tp == 0 else ():
         _compare(pipe, spec, model, requests, request_id, generation)
     pool.close()
+
+
+def _join(spec: DemoSpec, tp: int) -> TpGroup:
+    """The group of the decode ranks, in a torch world of their own."""
+    if spec.decode_tp == 1:
+        return TpGroup()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{spec.run_dir}/gloo-decode",
+        rank=tp,
+        world_size=spec.decode_tp,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    return TpGroup(dist.group.WORLD)
 
 
 def _finish(
     pipe: ParentPipe,
     spec: DemoSpec,
+    group: TpGroup,
     model: ReferenceModel,
     pool: LayerShardedPool,
     requests: Requests,
@@ -93,11 +120,11 @@ def _finish(
     request_id = receiver.transfer_id
     result = receiver.wait(RECEIVE_TIMEOUT_S)
     tokens, pages = requests.tokens[request_id], requests.pages[request_id]
-    if spec.inject is Damage.FLIP:
+    if spec.inject is Damage.FLIP and group.rank == group.size - 1:
         flip_bit(pool, pages)
     received = collect_pages(pool, requests.prompt_pages[request_id], len(tokens))
-    save_pages(spec.run_dir / "received" / request_id, received)
-    owners = [f"{PREFILL_INSTANCE}/{RankCoordinates(cp=rank)}" for rank in range(spec.cp)]
+    save_pages(spec.received_dir(group.rank) / request_id, received)
+    owners = [f"{PREFILL_INSTANCE}/{rank}" for rank in spec.prefill_ranks()]
     pipe.report(
         "received",
         request=request_id,
@@ -108,9 +135,8 @@ def _finish(
         num_descriptors=result.num_descriptors,
     )
     assert result.aux is not None
-    generation = generate(
-        model, pool, pages, tokens, int.from_bytes(result.aux, "little"), max_new_tokens=spec.new_tokens
-    )
+    first_token = int.from_bytes(result.aux, "little")
+    generation = generate(model, pool, pages, tokens, first_token, max_new_tokens=spec.new_tokens, group=group)
     text = model.tokenizer.decode(generation.tokens)
     pipe.report("generated", request=request_id, tokens=list(generation.tokens), text=text)
     return generation
@@ -141,7 +167,7 @@ def _compare(
 
 def _tamper(node: Node, spec: DemoSpec) -> None:
     if spec.inject is Damage.SKIP_OWNER:
-        change = skip_owner(f"{PREFILL_INSTANCE}/{RankCoordinates(cp=spec.cp - 1)}")
+        change = skip_owner(f"{PREFILL_INSTANCE}/{spec.prefill_ranks()[-1]}")
     elif spec.inject is Damage.SWAP_LAYERS:
         change = swap_layers
     else:
@@ -151,4 +177,6 @@ def _tamper(node: Node, spec: DemoSpec) -> None:
 
 
 if __name__ == "__main__":
-    run_child(main)
+    import sys
+
+    run_child(lambda pipe: main(pipe, int(sys.argv[1])))

@@ -1,7 +1,7 @@
-"""Owns the process of one context-parallel prefill rank in the demo: the engine, its pool, and their link.
+"""Owns the process of one prefill rank in the demo: the engine, its pool, and their link.
 
-It runs the prompts twice: with the layers split over the ranks, published to decode; then with pools that hold every
-layer, whose bytes are what decode must have received.
+It runs the prompts twice: in pipeline stages with the layers of each split over its ranks, published to decode; then in
+one stage with pools that hold every layer, whose bytes are what decode must have received.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from pdlink.address import parse_address
-from pdlink.config import load_settings
 from pdlink.errors import TransferFailed
 from pdlink.layout.parallel import RankCoordinates
 from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.owners import ShardOwners
 from pdlink.memory.sharded_pool import LayerShardedPool
-from pdlink.prefill.sender import Sender
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
-from pdlink.runtime.node import Node
+from pdlink.prefill.worker import PrefillRank
+from pdlink.runtime.verbs import NodeVerbs, PrefillVerbs, SenderVerbs
 from pdlink_engines.reference.demo.arrays import save_logits, save_pages
 from pdlink_engines.reference.demo.child import ParentPipe, run_child
 from pdlink_engines.reference.demo.damage import StaleScratchPool
+from pdlink_engines.reference.demo.link import open_node
 from pdlink_engines.reference.demo.page_order import scattered_pages
 from pdlink_engines.reference.demo.spec import PREFILL_INSTANCE, Damage, DemoSpec
 from pdlink_engines.reference.gather import CpGroup
+from pdlink_engines.reference.group import RankGroup
 from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_model
 from pdlink_engines.reference.page_bytes import collect_pages
+from pdlink_engines.reference.pipeline import Pipeline
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
 
-COLLECTIVE_TIMEOUT_S = 60.0
-REGISTER_TIMEOUT_S = 10.0
+COLLECTIVE_TIMEOUT_S = 180.0
+"""Also how far apart processes may start; one that ends is noticed at once."""
+REGISTER_TIMEOUT_S = 60.0
 RELEASE_TIMEOUT_S = 60.0
 WATCH_INTERVAL_S = 0.002
 AUX_BYTES = 8
@@ -42,8 +44,8 @@ AUX_BYTES = 8
 class Published:
     """The requests of this rank on the link: pages go out as they are final, and come back when readers are through."""
 
-    def __init__(self, worker: PrefillWorker, request_ids: tuple[str, ...]) -> None:
-        self.senders: dict[str, Sender] = {one: worker.open(one) for one in request_ids}
+    def __init__(self, worker: PrefillVerbs, request_ids: tuple[str, ...]) -> None:
+        self.senders: dict[str, SenderVerbs] = {one: worker.open(one) for one in request_ids}
         self.last_at: dict[str, float] = {}
 
     def on_pages(self, pages: FinishedPages) -> None:
@@ -69,30 +71,41 @@ class Published:
             time.sleep(WATCH_INTERVAL_S)
 
 
-def main(pipe: ParentPipe, rank: int) -> None:
+def main(pipe: ParentPipe, number: int) -> None:
+    """`number` counts prefill ranks as the spec lists them, and is this process's rank in torch's world."""
     spec = pipe.spec
+    place = spec.prefill_ranks()[number]
     fix_threads()
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec.run_dir}/gloo",
-        rank=rank,
-        world_size=spec.cp,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+        rank=number,
+        world_size=spec.sizes.num_ranks,
+        timeout=timeout,
     )
+    stages = [dist.new_group(list(_stage_ranks(spec, pp)), timeout=timeout) for pp in range(spec.pp)]
     model = load_model(spec.model)
-    group = CpGroup(dist.group.WORLD)
-    with Node(load_settings(backends=spec.backend)) as node:
-        _serve(pipe, spec, rank, model, group, node)
-    _run_unsplit(pipe, spec, rank, model, group)
-    dist.barrier()
+    group = CpGroup(stages[place.pp])
+    pipeline = Pipeline(group, RankGroup(dist.group.WORLD), place.pp, spec.pp)
+    with open_node(spec, "prefill") as node:
+        _serve(pipe, spec, place, model, pipeline, node)
+    if place.pp == 0:  # the first stage alone has the ranks to compute the whole model
+        _run_unsplit(pipe, spec, model, group)
+    dist.barrier(group=group.group)
 
 
-def _serve(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup, node: Node) -> None:
+def _stage_ranks(spec: DemoSpec, pp: int) -> range:
+    return range(pp * spec.cp, (pp + 1) * spec.cp)
+
+
+def _serve(
+    pipe: ParentPipe, spec: DemoSpec, place: RankCoordinates, model: ReferenceModel, pipeline: Pipeline, node: NodeVerbs
+) -> None:
     """Prefill with split layers, and publish to decode."""
     layout, plan = spec.layout(), spec.plan()
-    place = RankCoordinates(cp=rank)
     owners = ShardOwners.of(layout, plan, place)
-    reader = BroadcastReader.open(owners, range(spec.cp)) if spec.cp > 1 else None
+    reader = BroadcastReader.open(owners, _stage_ranks(spec, place.pp)) if spec.cp > 1 else None
     kind = StaleScratchPool if spec.inject is Damage.STALE_SCRATCH else LayerShardedPool
     pool = kind(layout, plan.owned[place], spec.pool_pages, reader=reader)
     worker = node.prefill(
@@ -104,10 +117,12 @@ def _serve(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, g
     engine = PrefillEngine(
         model,
         pool,
-        group,
+        pipeline.cp,
         chunk_tokens=spec.chunk_tokens,
         on_pages=published.on_pages,
-        page_order=scattered_pages(spec.pool_pages, "prefill"),
+        page_order=scattered_pages(spec.pool_pages, f"prefill-{place.pp}"),
+        pipeline=pipeline,
+        layers=spec.stage(place.pp),
     )
     pipe.report(
         "ready",
@@ -121,7 +136,7 @@ def _serve(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, g
     for request_id, tokens in _prompts(spec, model).items():
         engine.submit(request_id, tokens)
         for result in engine.run():
-            _report_result(pipe, spec, rank, result, published)
+            _report_result(pipe, spec, pipeline, result, published)
     watcher.join(RELEASE_TIMEOUT_S)
     engine.step()
     for request_id, sender in published.senders.items():
@@ -136,8 +151,10 @@ def _prompts(spec: DemoSpec, model: ReferenceModel) -> dict[str, list[int]]:
     return {one: model.tokenizer.encode(text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)}
 
 
-def _report_result(pipe: ParentPipe, spec: DemoSpec, rank: int, result: PrefillResult, published: Published) -> None:
-    if rank == 0:
+def _report_result(
+    pipe: ParentPipe, spec: DemoSpec, pipeline: Pipeline, result: PrefillResult, published: Published
+) -> None:
+    if pipeline.everyone.rank == 0:
         save_logits(spec.run_dir / "first_logits" / f"{result.request_id}.npy", result.logits)
     pipe.report(
         "prefilled",
@@ -148,8 +165,8 @@ def _report_result(pipe: ParentPipe, spec: DemoSpec, rank: int, result: PrefillR
     )
 
 
-def _run_unsplit(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceModel, group: CpGroup) -> None:
-    """The same prefill with every layer on every rank; its pages are the expected ones."""
+def _run_unsplit(pipe: ParentPipe, spec: DemoSpec, model: ReferenceModel, group: CpGroup) -> None:
+    """The same prefill in one stage, with every layer on every rank; its pages are the expected ones."""
     layout = spec.layout()
     pool = LayerShardedPool(layout, {one.name: one.layers for one in layout.components}, spec.pool_pages)
     engine = PrefillEngine(
@@ -163,7 +180,7 @@ def _run_unsplit(pipe: ParentPipe, spec: DemoSpec, rank: int, model: ReferenceMo
     for request_id, tokens in _prompts(spec, model).items():
         engine.submit(request_id, tokens)
         for result in engine.run():
-            if rank == 0:
+            if group.rank == 0:
                 pages = collect_pages(pool, result.page_ids, result.num_tokens)
                 save_pages(spec.run_dir / "expected" / result.request_id, pages)
             engine.release(result.request_id)

@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class RequestResult:
-    """One prompt. `pulled_bytes` is per prefill rank; `transfer_ms` runs from the last publish to the end at decode."""
+    """One prompt. `pulled` is per decode and prefill rank, in bytes, and `pages` per decode rank.
+
+    `transfer_ms` runs from the last publish to the end at the last decode rank.
+    """
 
     request_id: str
     prompt: str
@@ -15,9 +18,9 @@ class RequestResult:
     cached_tokens: int = 0
     published_at: float = 0.0
     done_at: float = 0.0
-    pulled_bytes: list[int] = field(default_factory=list)
+    pulled: dict[int, list[int]] = field(default_factory=dict)
     num_descriptors: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: dict[int, list[int]] = field(default_factory=dict)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     bytes_equal: bool = False
@@ -29,16 +32,24 @@ class RequestResult:
     tie: dict[str, object] | None = None
 
     @property
+    def pulled_bytes(self) -> list[int]:
+        """Per prefill rank, by all decode ranks together."""
+        return [sum(column) for column in zip(*self.pulled.values(), strict=True)]
+
+    @property
     def transfer_ms(self) -> float:
         return (self.done_at - self.published_at) * 1e3
 
 
 @dataclass(slots=True)
 class DemoResult:
-    """The whole run. `layers` is per rank and component; byte counts of pools are in rank order."""
+    """The whole run. `layers` is per prefill rank and component; byte counts of pools are in the same order, stage by
+    stage."""
 
     model: str
     cp: int
+    pp: int = 1
+    decode_tp: int = 1
     backend: str = ""
     layers: list[dict[str, list[int]]] = field(default_factory=list)
     kv_bytes_unsplit: int = 0
@@ -60,8 +71,14 @@ class DemoResult:
         return self.bytes_equal and all(one.proof_passed for one in self.requests)
 
     @property
+    def pulled_bytes_per_pair(self) -> list[list[int]]:
+        """Per decode rank and prefill rank, over all requests."""
+        readers = range(self.decode_tp)
+        return [[sum(pair) for pair in zip(*(one.pulled[tp] for one in self.requests), strict=True)] for tp in readers]
+
+    @property
     def pulled_bytes_per_owner(self) -> list[int]:
-        return [sum(one.pulled_bytes[rank] for one in self.requests) for rank in range(self.cp)]
+        return [sum(column) for column in zip(*self.pulled_bytes_per_pair, strict=True)]
 
     def failures(self) -> list[str]:
         """What is wrong, a line each."""
@@ -72,7 +89,9 @@ class DemoResult:
         """The object that `--json` prints."""
         return {
             "model": self.model,
+            "pp": self.pp,
             "cp": self.cp,
+            "decode_tp": self.decode_tp,
             "backend": self.backend,
             "passed": self.passed,
             "bytes_equal": self.bytes_equal,
@@ -82,6 +101,7 @@ class DemoResult:
             "kv_bytes_per_rank": self.kv_bytes_per_rank,
             "scratch_bytes_per_rank": self.scratch_bytes_per_rank,
             "pulled_bytes_per_owner": self.pulled_bytes_per_owner,
+            "pulled_bytes_per_pair": self.pulled_bytes_per_pair,
             "layers_per_rank": self.layers,
             "failures": self.failures(),
             "requests": [

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdlink import errors
 from pdlink.errors import BackendUnavailable, DeadlineExceeded, InvalidInput, NotReady, PdlinkError
-from pdlink_engines.reference.demo.arrays import find_difference
+from pdlink_engines.reference.demo.arrays import Received, find_difference
 from pdlink_engines.reference.demo.process import DemoProcess, ProcessDied, Report
 from pdlink_engines.reference.demo.result import DemoResult, RequestResult
 from pdlink_engines.reference.demo.spec import DemoSpec, check_spec
@@ -49,10 +49,20 @@ class _Run:
         self._bootstrap = DemoProcess("bootstrap", f"{PACKAGE}.bootstrap", [], self._reports)
         self._prefill = [
             DemoProcess(f"prefill-{rank}", f"{PACKAGE}.prefill_rank", [str(rank)], self._reports)
-            for rank in range(spec.cp)
+            for rank in range(spec.sizes.num_ranks)
         ]
-        self._decode = DemoProcess("decode", f"{PACKAGE}.decode_rank", [], self._reports)
-        self._result = DemoResult(spec.model, spec.cp)
+        self._decode = [
+            DemoProcess(
+                f"decode-{tp}" if spec.decode_tp > 1 else "decode", f"{PACKAGE}.decode_rank", [str(tp)], self._reports
+            )
+            for tp in range(spec.decode_tp)
+        ]
+        self._ranks = (*self._prefill, *self._decode)
+        self._sidecars = [
+            DemoProcess(f"sidecar-{side}", f"{PACKAGE}.sidecar", [side], self._reports)
+            for side in (("prefill", "decode") if spec.sidecar else ())
+        ]
+        self._result = DemoResult(spec.model, spec.cp, spec.pp, spec.decode_tp)
         self._result.requests = [
             RequestResult(one, text) for one, text in zip(spec.request_ids(), spec.prompts, strict=True)
         ]
@@ -60,30 +70,38 @@ class _Run:
         self._address = ""
         self._seen: dict[str, int] = {}
         self._per_rank: dict[int, dict[str, Any]] = {}
+        self._tokens: dict[tuple[int, str], list[int]] = {}
 
     def go(self) -> DemoResult:
         self._bootstrap.start(self._spec)
         self._until({"serving": 1})
         spec = self._spec.model_copy(update={"bootstrap": self._address})
         self._on_progress(f"bootstrap serves at {self._address}")
-        for process in (*self._prefill, self._decode):
+        for process in self._sidecars:
             process.start(spec)
-        self._on_progress(f"prefill ranks: {spec.cp}; they and decode load {spec.model}")
-        self._until({"ready": spec.cp + 1})
+        self._until({"beside": len(self._sidecars)})
+        for process in self._ranks:
+            process.start(spec)
+        num_prefill, num_decode = len(self._prefill), len(self._decode)
+        decode = f"{num_decode} decode ranks" if num_decode > 1 else "decode"
+        self._on_progress(f"prefill ranks: {num_prefill}; they and {decode} load {spec.model}")
+        self._until({"ready": num_prefill + num_decode})
         self._take_layers()
-        self._say("go", (*self._prefill, self._decode))
+        self._say("go", self._ranks)
         count = len(spec.prompts)
-        self._until({"received": count, "generated": count, "prefilled": count * spec.cp})
-        self._on_progress("the same prefill again, with every layer on every rank")
-        self._say("compare", (self._decode,))
+        self._until({"received": count * num_decode, "generated": count * num_decode, "prefilled": count * num_prefill})
+        one_stage = "in one stage, " if spec.pp > 1 else ""
+        self._on_progress(f"the same prefill again, {one_stage}with every layer on every rank")
+        self._say("compare", self._decode)
         self._until({"unsplit": spec.cp, "compared": count})
-        self._say("end", (self._bootstrap,))
-        self._until({"exit": spec.cp + 2})
+        self._say("end", (self._bootstrap, *self._sidecars))
+        self._until({"exit": len(self._ranks) + len(self._sidecars) + 1})
         self._prove_bytes()
+        self._prove_tokens()
         return self._result
 
     def stop(self) -> None:
-        for process in (*self._prefill, self._decode, self._bootstrap):
+        for process in (*self._ranks, *self._sidecars, self._bootstrap):
             process.stop()
 
     def _until(self, wanted: dict[str, int]) -> None:
@@ -124,15 +142,19 @@ class _Run:
 
     def _on_received(self, process: DemoProcess, report: dict[str, Any]) -> None:
         request = self._requests[report["request"]]
-        request.pulled_bytes, request.done_at = report["pulled_bytes"], report["done_at"]
-        request.pages, request.num_descriptors = report["pages"], report["num_descriptors"]
+        tp = self._decode.index(process)
+        request.pulled[tp], request.pages[tp] = report["pulled_bytes"], report["pages"]
+        request.done_at = max(request.done_at, report["done_at"])
+        request.num_descriptors += report["num_descriptors"]
         self._result.backend = ", ".join(report["backends"])
-        self._on_progress(f"{request.request_id}: decode pulled {sum(request.pulled_bytes):,} bytes")
+        self._on_progress(f"{request.request_id}: {process.name} pulled {sum(report['pulled_bytes']):,} bytes")
 
     def _on_generated(self, process: DemoProcess, report: dict[str, Any]) -> None:
         request = self._requests[report["request"]]
-        request.tokens, request.text = report["tokens"], report["text"]
-        self._on_progress(f"{request.request_id}: decode generated {len(request.tokens)} token(s)")
+        self._tokens[self._decode.index(process), request.request_id] = report["tokens"]
+        if process is self._decode[0]:
+            request.tokens, request.text = report["tokens"], report["text"]
+            self._on_progress(f"{request.request_id}: decode generated {len(request.tokens)} token(s)")
 
     def _on_unsplit(self, process: DemoProcess, report: dict[str, Any]) -> None:
         self._result.kv_bytes_unsplit = report["owned_bytes"]
@@ -146,17 +168,28 @@ class _Run:
     # --- inside -------------------------------------------------------------------------------------
 
     def _take_layers(self) -> None:
-        ranks = [self._per_rank[rank] for rank in range(self._spec.cp)]
+        ranks = [self._per_rank[rank] for rank in range(len(self._prefill))]
         self._result.layers = [one["layers"] for one in ranks]
         self._result.kv_bytes_per_rank = [one["owned_bytes"] for one in ranks]
         self._result.scratch_bytes_per_rank = [one["scratch_bytes"] for one in ranks]
 
     def _prove_bytes(self) -> None:
+        spec, layout = self._spec, self._spec.layout()
         for request in self._result.requests:
-            expected = self._spec.run_dir / "expected" / request.request_id
-            received = self._spec.run_dir / "received" / request.request_id
-            found = find_difference(self._spec.layout(), request.request_id, expected, received)
+            found = None
+            for tp, process in enumerate(self._decode):
+                reader = process.name if len(self._decode) > 1 else ""
+                received = Received(spec.received_dir(tp), spec.decode_layout(tp), spec.kept_heads(tp), reader)
+                found = found or find_difference(layout, request.request_id, spec.run_dir / "expected", received)
             request.bytes_equal, request.difference = found is None, str(found or "")
+
+    def _prove_tokens(self) -> None:
+        """The comparison with plain transformers is of the first decode rank: the others must have said the same."""
+        for (tp, request_id), tokens in sorted(self._tokens.items()):
+            request = self._requests[request_id]
+            if tokens != request.tokens:
+                request.proof_passed = request.tokens_equal = False
+                request.verdict = f"{self._decode[tp].name} generated other tokens than {self._decode[0].name}"
 
     def _say(self, command: str, processes: Collection[DemoProcess]) -> None:
         for process in processes:

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict
 
 from pdlink.errors import InvalidInput
 from pdlink.layout.components import CacheLayout
-from pdlink.layout.layer_plan import LayerPlan
-from pdlink.layout.parallel import ParallelSizes
-from pdlink_engines.reference.models import model_shape
+from pdlink.layout.layer_plan import LayerPlan, balanced_ranges
+from pdlink.layout.parallel import ParallelSizes, RankCoordinates
+from pdlink_engines.reference.models import model_heads, model_shape
+from pdlink_engines.reference.shapes import head_range
 
 PREFILL_INSTANCE = "demo-prefill"
 DECODE_INSTANCE = "demo-decode"
@@ -38,7 +39,9 @@ class DemoSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
+    pp: int = 1
     cp: int
+    decode_tp: int = 1
     prompts: tuple[str, ...]
     new_tokens: int
     page_size: int
@@ -48,16 +51,44 @@ class DemoSpec(BaseModel):
     inject: Damage = Damage.NONE
     run_dir: Path
     bootstrap: str = "127.0.0.1:0"
+    sidecar: bool = False
+
+    def socket(self, side: str) -> Path:
+        """Where the sidecar of "prefill" or "decode" listens, with `sidecar`."""
+        return self.run_dir / f"{side}.sock"
 
     @property
     def sizes(self) -> ParallelSizes:
-        return ParallelSizes(cp=self.cp)
+        """Of prefill."""
+        return ParallelSizes(pp=self.pp, cp=self.cp)
+
+    def prefill_ranks(self) -> tuple[RankCoordinates, ...]:
+        """Stage by stage, the order of all lists of prefill ranks."""
+        return tuple(self.sizes.ranks())
+
+    def stage(self, pp: int) -> range:
+        """The layers of one pipeline stage."""
+        return balanced_ranges(self.layout().num_layers, self.pp)[pp]
 
     def layout(self) -> CacheLayout:
+        """Of prefill, with all heads."""
         return model_shape(self.model).layout(self.page_size)
+
+    def kept_heads(self, tp: int) -> range | None:
+        """The KV heads of one decode rank, None where the cache has none."""
+        shape = model_shape(self.model)
+        return head_range(shape.kv_heads, self.decode_tp, tp) if shape.kv_heads else None
+
+    def decode_layout(self, tp: int) -> CacheLayout:
+        """Of one decode rank."""
+        return model_shape(self.model).layout(self.page_size, self.kept_heads(tp))
 
     def plan(self) -> LayerPlan:
         return LayerPlan.balanced(self.layout(), self.sizes)
+
+    def received_dir(self, tp: int) -> Path:
+        """Where a decode rank leaves its pages: in a folder of its own where there are several."""
+        return self.run_dir / "received" / (f"tp{tp}" if self.decode_tp > 1 else "")
 
     def request_ids(self) -> tuple[str, ...]:
         return tuple(f"request-{number}" for number in range(len(self.prompts)))
@@ -70,21 +101,35 @@ def check_spec(spec: DemoSpec) -> DemoSpec:
         ("--page-size", spec.page_size),
         ("--chunk", spec.chunk_tokens),
         ("--pool-pages", spec.pool_pages),
+        ("--pp", spec.pp),
         ("--cp", spec.cp),
+        ("--decode-tp", spec.decode_tp),
     ):
         if value < 1:
             raise InvalidInput(f"{option} {value} must be at least 1")
-    layout = spec.layout()
-    if spec.cp > layout.num_layers:
+    num_layers = spec.layout().num_layers
+    if spec.pp > num_layers:
+        raise InvalidInput(f"--pp {spec.pp} is more than the {num_layers} layers of {spec.model!r}; give fewer stages")
+    most = len(spec.stage(0))
+    if spec.cp > most:
+        stage = f"{most} layers of a stage" if spec.pp > 1 else f"{most} layers"
+        raise InvalidInput(f"--cp {spec.cp} is more than the {stage} of {spec.model!r}; give at most {most}")
+    num_heads = model_heads(spec.model)
+    if spec.decode_tp > num_heads:
         raise InvalidInput(
-            f"--cp {spec.cp} is more than the {layout.num_layers} layers of {spec.model!r}; every rank owns "
-            f"at least one, so give at most {layout.num_layers}"
+            f"--decode-tp {spec.decode_tp} is more than the {num_heads} heads of {spec.model!r} that can be split; "
+            f"give at most {num_heads}"
         )
     if spec.inject is Damage.SWAP_LAYERS and not _some_rank_has_two_layers(spec):
         raise InvalidInput(f"--inject {spec.inject} needs a rank with two layers, so give --cp below {spec.cp}")
+    if spec.sidecar and spec.inject in (Damage.SKIP_OWNER, Damage.SWAP_LAYERS):
+        raise InvalidInput(
+            f"--inject {spec.inject} damages the transport inside of decode, so run it without --sidecar"
+        )
     if not spec.prompts or not all(spec.prompts):
         raise InvalidInput("a prompt is empty; give some text")
-    if spec.inject in (Damage.SKIP_OWNER, Damage.STALE_SCRATCH) and spec.cp < 2:
+    needed = spec.sizes.num_ranks if spec.inject is Damage.SKIP_OWNER else spec.cp
+    if spec.inject in (Damage.SKIP_OWNER, Damage.STALE_SCRATCH) and needed < 2:
         raise InvalidInput(f"--inject {spec.inject} needs layers of another rank, so give --cp 2 or more")
     return spec
 

@@ -1,6 +1,7 @@
 """Owns one prefill rank of the tests, a process of its own: JSON lines in, JSON lines out, bytes in files.
 
-A job names the world ranks that make up its cp group, in group order, and whether layers are split or replicated.
+A job names the world ranks that work together, stage by stage, each in the order of its cp group, how many pipeline
+stages they are (default one), and whether layers are split or replicated.
 """
 
 from __future__ import annotations
@@ -15,56 +16,58 @@ import torch.distributed as dist
 
 from pdlink.errors import PdlinkError
 from pdlink.layout import CacheLayout, LayerPlan, OwnedLayers, ParallelSizes, PlanKind, RankCoordinates
+from pdlink.layout.layer_plan import balanced_ranges
 from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.communicator import GroupCommunicator
 from pdlink.memory.owners import ShardOwners
 from pdlink.memory.sharded_pool import LayerShardedPool
 from pdlink_engines.reference.gather import CpGroup
+from pdlink_engines.reference.group import RankGroup
 from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_model
 from pdlink_engines.reference.page_bytes import collect_pages
+from pdlink_engines.reference.pipeline import Pipeline
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
 from tests.engines.reference.ranks import GROUPS
 
-TIMEOUT_S = 40.0
+TIMEOUT_S = 120.0
 
 
 class Rank:
-    """Models and groups, which outlive a job. Groups are made by all processes together before any job.
-
-    torch names a group by its ranks and by how many groups the process has: so each process makes one group at each
-    step, of itself alone where it is no member, and none is made anew.
-    """
+    """Models and groups, which outlive a job. Groups are made by all processes together before any job."""
 
     def __init__(self, me: int) -> None:
+        self._me = me
         self._models: dict[str, ReferenceModel] = {}
-        self._groups: dict[tuple[int, ...], tuple[CpGroup, GroupCommunicator]] = {}
+        self._groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, GroupCommunicator]] = {}
         for ranks in GROUPS:
             engine = dist.new_group(list(ranks), timeout=timedelta(seconds=TIMEOUT_S), sort_ranks=False)
             if me in ranks:
-                self._groups[ranks] = CpGroup(engine), GroupCommunicator(ranks, timeout_s=TIMEOUT_S)
-            else:
-                for _ in range(2):
-                    dist.new_group([me], use_local_synchronization=True)
+                self._groups[ranks] = engine, GroupCommunicator(ranks, timeout_s=TIMEOUT_S)
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        group, communicator = self._groups[tuple(job["ranks"])]
+        ranks, pp_size = tuple(job["ranks"]), job.get("pp", 1)
+        cp_size = len(ranks) // pp_size
+        pp = ranks.index(self._me) // cp_size
+        stage, communicator = self._groups[ranks[pp * cp_size : (pp + 1) * cp_size]]
+        pipeline = Pipeline(CpGroup(stage), RankGroup(self._groups[ranks][0]), pp, pp_size)
         if job["model"] not in self._models:
             self._models[job["model"]] = load_model(job["model"])
         model = self._models[job["model"]]
         layout = model.layout(job["page_size"])
-        pool, owned = make_pool(layout, job, group, communicator)
+        pool, owned = make_pool(layout, job, pipeline, communicator)
         try:
-            return Job(job, group, pool, owned, model).run()
+            return Job(job, pipeline, pool, owned, model).run()
         finally:
             pool.close()
 
 
 def make_pool(
-    layout: CacheLayout, job: dict[str, Any], group: CpGroup, communicator: GroupCommunicator
+    layout: CacheLayout, job: dict[str, Any], pipeline: Pipeline, communicator: GroupCommunicator
 ) -> tuple[LayerShardedPool, OwnedLayers]:
     """The real pool; its scratch starts out full of 0xEE, which as a float is far off any key or value."""
-    plan = LayerPlan.balanced(layout, ParallelSizes(cp=group.size), PlanKind(job["plan"]))
-    me = RankCoordinates(cp=group.rank)
+    group = pipeline.cp
+    plan = LayerPlan.balanced(layout, ParallelSizes(pp=pipeline.pp_size, cp=group.size), PlanKind(job["plan"]))
+    me = RankCoordinates(pp=pipeline.pp, cp=group.rank)
     split = job["plan"] == "split" and group.size > 1
     reader = BroadcastReader(ShardOwners.of(layout, plan, me), communicator) if split else None
     pool = LayerShardedPool(layout, plan.owned[me], job["num_pages"], reader=reader)
@@ -76,15 +79,24 @@ def make_pool(
 
 class Job:
     def __init__(
-        self, job: dict[str, Any], group: CpGroup, pool: LayerShardedPool, owned: OwnedLayers, model: ReferenceModel
+        self, job: dict[str, Any], pipeline: Pipeline, pool: LayerShardedPool, owned: OwnedLayers, model: ReferenceModel
     ) -> None:
         self._job = job
-        self._group = group
+        self._rank = pipeline.everyone.rank
         self._pool = pool
         self._owned = owned
         self._told: list[dict[str, Any]] = []
+        order = job.get("page_order")
         self._engine = PrefillEngine(
-            model, pool, group, chunk_tokens=job["chunk"], on_pages=self._on_pages, page_order=job.get("page_order")
+            model,
+            pool,
+            pipeline.cp,
+            chunk_tokens=job["chunk"],
+            on_pages=self._on_pages,
+            # Stages need not hand out the same pages.
+            page_order=order[::-1] if order and pipeline.pp else order,
+            pipeline=pipeline,
+            layers=balanced_ranges(model.shape.num_layers, pipeline.pp_size)[pipeline.pp],
         )
 
     def run(self) -> dict[str, Any]:
@@ -103,12 +115,12 @@ class Job:
         for _ in range(wave.get("steps", 0)):
             assert self._engine.step() is None
         for name, ranks in wave.get("abort", {}).items():
-            if self._group.rank in ranks:
+            if self._rank in ranks:
                 self._engine.release(name)
         done = self._engine.run(page_timeout_s=self._job.get("page_timeout_s", 20.0))
         results = [self._report(one) for one in done]
         for name, ranks in wave.get("release", {}).items():
-            if self._group.rank in ranks:
+            if self._rank in ranks:
                 self._engine.release(name)
         return results
 
@@ -125,7 +137,7 @@ class Job:
 
     def _report(self, result: PrefillResult) -> dict[str, Any]:
         """Put a result's logits and owned pages into files, before anything else can touch the pages."""
-        folder, rank = Path(self._job["folder"]), self._group.rank
+        folder, rank = Path(self._job["folder"]), self._rank
         result.logits.numpy().tofile(folder / f"{result.request_id}.{rank}.logits")
         cells = collect_pages(self._pool, result.page_ids, result.num_tokens, self._owned)
         for (component, layer), rows in cells.items():

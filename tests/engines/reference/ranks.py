@@ -19,12 +19,12 @@ import torch
 
 from pdlink.layout.components import CacheLayout
 from pdlink.memory.sharded_pool import LayerShardedPool
+from tests import processes
 
 ROOT = Path(__file__).parents[3]
-# The cp groups that a job may name: one to four of the four world ranks, in an order of their own.
-GROUPS = ((2,), (3, 1), (0, 2, 3), (0, 1, 2, 3), (3, 2, 1))
-ANSWER_TIMEOUT_S = 45.0
-EXIT_TIMEOUT_S = 10.0
+# The groups that a job may name: one to four of the four world ranks, in an order of their own.
+GROUPS = ((2,), (3, 1), (0, 2, 3), (0, 1, 2, 3), (3, 2, 1), (0,), (3,), (1, 0), (2, 3), (1, 0, 2, 3))
+ANSWER_TIMEOUT_S = processes.PATIENCE_S
 
 
 class Ranks:
@@ -33,23 +33,22 @@ class Ranks:
     def __init__(self, size: int, folder: Path) -> None:
         self._folder = folder
         self._jobs = 0
+        self._end = contextlib.ExitStack()
         environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-        self._processes = [self._start(rank, size, environment) for rank in range(size)]
+        with contextlib.ExitStack() as starting:
+            starting.callback(self._end.close)
+            self._processes = [self._start(rank, size, environment) for rank in range(size)]
+            starting.pop_all()
 
     def _start(self, rank: int, size: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "tests.engines.reference.rank", str(rank), str(size)]
         with (self._folder / f"rank{rank}.stderr").open("w") as stderr:
-            return subprocess.Popen(
-                [*command, str(self._folder / "store")],
-                cwd=ROOT,
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr}
+            command.append(str(self._folder / "store"))
+            return self._end.enter_context(processes.started(command, cwd=ROOT, env=environment, **pipes))
 
     def run(self, ranks: tuple[int, ...], *, plan: str = "split", **job: Any) -> Run:
-        """Run one job on a cp group of these world ranks; the answers come in group order."""
+        """Run one job on a group of these world ranks, stage by stage; the answers come in group order."""
         self._jobs += 1
         folder = self._folder / f"job{self._jobs}"
         folder.mkdir()
@@ -80,18 +79,8 @@ class Ranks:
         return found
 
     def close(self) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
-        for process in self._processes:
-            try:
-                process.wait(EXIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(EXIT_TIMEOUT_S)
-            assert process.stdout is not None
-            process.stdout.close()
+        """End them as they are: nothing of theirs is needed any more, and an orderly end of so much takes long."""
+        self._end.close()
 
 
 @dataclass(frozen=True)

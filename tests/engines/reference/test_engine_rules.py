@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pdlink_engines.reference.gather import CpGroup
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.plain import generate_plain
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine
+from tests import processes
 
 
 @pytest.fixture
@@ -142,7 +144,7 @@ from pdlink.errors import DeadlineExceeded, PeerGone
 from pdlink_engines.reference.gather import CpGroup
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group(
-    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=40)
+    "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=100)
 )
 # Both processes are up before the short timeout counts.
 CpGroup(dist.group.WORLD).minimum([0])
@@ -162,28 +164,18 @@ def test_a_rank_that_is_gone_fails_the_others_in_bounded_time(tmp_path: Path, fa
     """The peer is killed, or sits there and makes no call; the suite's own timeout bounds every wait."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-c", LOST_PEER]
-    me, peer = (
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with contextlib.ExitStack() as stack:
+        me, peer = (
+            stack.enter_context(processes.started([*command, str(rank), tmp_path / "store"], env=environment, **pipes))
+            for rank in (0, 1)
         )
-        for rank in (0, 1)
-    )
-    try:
         for process in (me, peer):
-            assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         if fate == "ends":
             peer.kill()
-            peer.wait(20)
-        found, _ = me.communicate("go\n", timeout=40)
-    finally:
-        for process in (me, peer):
-            process.kill()
-            process.communicate()
+            peer.wait(processes.PATIENCE_S)
+        found, _ = me.communicate("go\n", timeout=processes.PATIENCE_S)
     assert found.startswith(f"{error} agreement on released requests on cp rank 0 of 2"), found
 
 

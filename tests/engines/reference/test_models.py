@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 
 import pytest
@@ -16,6 +15,7 @@ from pdlink_engines.reference.glm_tiny import INDEX_TOPK, INDEXERS
 from pdlink_engines.reference.models import MODEL_NAMES, ReferenceModel, load_model, model_shape
 from pdlink_engines.reference.plain import generate_plain
 from pdlink_engines.reference.shapes import CacheShape
+from tests import processes
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, and then it sleeps for the rest of the day.",
@@ -43,7 +43,7 @@ def test_naming_models_and_their_shapes_loads_no_torch() -> None:
         "assert [model_shape(name).layout(16).num_layers for name in MODEL_NAMES] == [7, 30]\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    processes.run([sys.executable, "-c", code], check=True, text=False)
 
 
 @pytest.mark.timeout(180)  # the first run on a machine converts the weights

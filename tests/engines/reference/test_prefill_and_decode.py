@@ -11,6 +11,9 @@ from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.plain import generate_plain
 from tests.engines.reference.ranks import Ranks, Run
 
+# The first test of a session waits for processes that import torch, and the first run on a machine converts weights.
+pytestmark = pytest.mark.timeout(240)
+
 BY_SIZE = {1: (2,), 2: (3, 1), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
 PROMPT = "Layers are split over ranks, and every rank reads the rest of them from whoever owns them."
 
@@ -65,7 +68,37 @@ def test_any_chunking_over_any_ranks_gives_the_tokens_and_logits_of_plain_transf
     assert_like_plain(tiny, run, "a", prompt, 6, 16)
 
 
-@pytest.mark.timeout(180)  # the first run on a machine converts the weights
+@pytest.mark.parametrize(
+    ("stages", "ranks_of_job"), [pytest.param(2, (1, 0, 2, 3), id="pp2-cp2"), pytest.param(3, (0, 2, 3), id="pp3-cp1")]
+)
+def test_pipeline_stages_give_the_bytes_and_logits_of_one_stage(
+    ranks: Ranks, tiny: ReferenceModel, stages: int, ranks_of_job: tuple[int, ...]
+) -> None:
+    """The second of two stages begins with a layer that shares an indexer of the first, the third of three as well."""
+    prompt = tiny.tokenizer.encode(PROMPT)[:75]
+    again = prompt[:40] + tiny.tokenizer.encode("Another ending.")[1:]
+    job = {
+        "model": "glm-dsa-tiny",
+        "page_size": 16,
+        "num_pages": 12,
+        "page_order": [7, 2, 9, 4, 11, 0, 5, 1, 3, 6],
+        "chunk": 13,
+        "waves": [{"submit": {"a": prompt}}, {"submit": {"b": again}}],
+    }
+    # One stage of as many cp ranks computes the same rows in the same shapes, so that every byte must be equal.
+    alone = {1: (2,), 2: (3, 1)}[len(ranks_of_job) // stages]
+    piped, whole = ranks.run(ranks_of_job, pp=stages, **job), ranks.run(alone, **job)
+    for name, tokens in (("a", prompt), ("b", again)):
+        found = piped.results(name)
+        assert {one["first_token"] for one in found} == {whole.results(name)[0]["first_token"]}
+        assert len({tuple(one["pages"]) for one in found}) == 2, "stages hand out pages of their own"
+        assert [one["cached"] for one in found] == [whole.results(name)[0]["cached"]] * len(ranks_of_job)
+        for rank in range(len(ranks_of_job)):
+            assert piped.logits(name, rank).equal(whole.logits(name))
+        assert piped.merged(name) == whole.merged(name)
+        assert_like_plain(tiny, piped, name, tokens, 6, 16)
+
+
 def test_real_weights_answer_alike_over_two_ranks(ranks: Ranks, smollm2: ReferenceModel) -> None:
     prompt = smollm2.tokenizer.encode("What is the capital of France?")
     run = ranks.run((3, 1), model="smollm2", page_size=8, num_pages=8, chunk=21, waves=[{"submit": {"a": prompt}}])
