@@ -67,8 +67,24 @@ class StaleIncarnation(PdlinkError):
     """A worker that speaks for a process which has been replaced."""
 
 
+class AccessDenied(PdlinkError):
+    """Someone who did not prove who they are: a token or a certificate that is missing, wrong or out of date."""
+
+
+class NotOwner(AccessDenied):
+    """A change to a registration by someone who did not make it."""
+
+
 class StateError(PdlinkError):
     """A call that the object's state does not allow (publish after the last publish, a closed worker, ...)."""
+
+
+class LimitReached(StateError):
+    """A call that would exceed a bound: live transfers, linked peers, threads, open files. It names the bound."""
+
+
+class PartDead(StateError):
+    """A call on a part of this process whose thread has died. The message is why; nothing restarts it."""
 
 
 class DeadlineExceeded(PdlinkError, TimeoutError):

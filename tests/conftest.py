@@ -16,10 +16,9 @@ import hypothesis
 import psutil
 import pytest
 
+from tests import backend_counts, blame, gpus, order, processes
+
 SHM = Path("/dev/shm")
-# In the environment of everything that a run starts, so that orphans can be told from strangers.
-MARK = "PYTEST_RUN_OF_PDLINK"
-WIND_DOWN_S = 3.0
 FAULTS = pytest.StashKey[list[str]]()
 SEGMENTS_BEFORE = pytest.StashKey[set[str]]()
 
@@ -34,30 +33,52 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("pdlink")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    backend_counts.add_option(parser)
+    parser.addini("segments", "the names of the shared memory that a run answers for", default="pdlink*")
+    parser.addini("wind_down_s", "how long what a test leaves may take to go by itself, seconds", default="60")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Nothing is fetched from a model hub, and a developer's own settings do not decide what is tested.
     os.environ["HF_HUB_OFFLINE"] = "1"
     for name in [name for name in os.environ if name.startswith("PDLINK_")]:
         del os.environ[name]
     if not is_worker(config):
-        os.environ[MARK] = uuid.uuid4().hex
+        os.environ[blame.RUN] = uuid.uuid4().hex
+    config.pluginmanager.register(blame)
+    config.pluginmanager.register(gpus)
+    config.pluginmanager.register(order)
+    config.pluginmanager.register(backend_counts.BackendCounts())
     config.stash[FAULTS] = []
-    config.stash[SEGMENTS_BEFORE] = segments()
+    config.stash[SEGMENTS_BEFORE] = segments(config)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test's own time limit lengthens that of all tests: a short one would be a bet on the machine."""
+    least_s = float(config.getini("timeout") or 0)
+    for item in items:
+        mark = item.get_closest_marker("timeout")
+        if mark and mark.args and mark.args[0] < least_s:
+            item.add_marker(pytest.mark.timeout(least_s), append=False)
 
 
 def is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
-def segments() -> set[str]:
+def segments(config: pytest.Config) -> set[str]:
     """The names of the shared-memory segments of pdlink, whoever made them."""
-    return {path.name for path in SHM.glob("pdlink*")} if SHM.is_dir() else set()
+    return {path.name for path in SHM.glob(config.getini("segments"))} if SHM.is_dir() else set()
 
 
 def held_by(process: psutil.Process) -> set[str]:
     """The names under /dev/shm that `process` maps or has open; none where it is gone or another user's."""
     try:
-        paths = [item.path for item in [*process.memory_maps(), *process.open_files()]]
+        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+        paths = [line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"{SHM}/" in line]
+        paths += [item.path for item in process.open_files()]
     except (psutil.Error, OSError):
         return set()
     return {Path(path).name for path in paths if path.startswith(f"{SHM}/")}
@@ -68,7 +89,7 @@ def is_of_this_run(process: psutil.Process) -> bool:
     try:
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
-        return os.getpid() in _line(process) or process.environ().get(MARK) == os.environ[MARK]
+        return os.getpid() in _line(process) or process.environ().get(blame.RUN) == os.environ[blame.RUN]
     except (psutil.Error, OSError):
         return False
 
@@ -99,12 +120,16 @@ def _command(process: psutil.Process) -> str:
         return "(gone meanwhile)"
 
 
-def left_segments(before: set[str]) -> list[str]:
+def wind_down_s(config: pytest.Config) -> float:
+    return float(config.getini("wind_down_s"))
+
+
+def left_segments(config: pytest.Config, before: set[str]) -> list[str]:
     """Segments that are new since `before`, stay, and that no process of another run holds."""
-    until = time.monotonic() + WIND_DOWN_S
-    while new := segments() - before:
+    until = time.monotonic() + wind_down_s(config)
+    while new := segments(config) - before:
         others = (process for process in psutil.process_iter() if not is_of_this_run(process))
-        left = (new - set().union(*map(held_by, others))) & segments()
+        left = (new - set().union(*map(held_by, others))) & segments(config)
         if not left or time.monotonic() >= until:
             return sorted(left)
         time.sleep(0.1)
@@ -117,9 +142,9 @@ def _no_segment_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[No
     if is_worker(request.config):
         yield
         return
-    before = segments()
+    before = segments(request.config)
     yield
-    if left := left_segments(before):
+    if left := left_segments(request.config, before):
         pytest.fail(f"left in {SHM}: {', '.join(left)}")
 
 
@@ -129,13 +154,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if is_worker(config):
         return
     faults = config.stash[FAULTS]
-    until = time.monotonic() + WIND_DOWN_S
+    until = time.monotonic() + wind_down_s(config)
     while (left := [item for item in left_processes() if not is_helper_of_python(item)]) and time.monotonic() < until:
         psutil.wait_procs(left, timeout=0.1)
     faults += [f"process {process.pid} lives on: {_command(process)}" for process in left]
-    faults += [f"shared memory {name} lies on in {SHM}" for name in left_segments(config.stash[SEGMENTS_BEFORE])]
+    lost = left_segments(config, config.stash[SEGMENTS_BEFORE])
+    faults += [f"shared memory {name} lies on in {SHM}" for name in lost]
+    # The next run is not to suffer from this one.
+    processes.kill_all(lambda: [process.pid for process in left if process.is_running() and is_of_this_run(process)])
+    for name in lost:
+        (SHM / name).unlink(missing_ok=True)
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    skipped = len(reporter.stats.get("skipped", ())) if reporter else 0
+    skipped = sum(not gpus.is_allowed(one) for one in reporter.stats.get("skipped", ())) if reporter else 0
     if skipped and os.environ.get("CI") == "true":
         faults.append(f"{skipped} tests were skipped; in CI every test must run")
     if faults and session.exitstatus == pytest.ExitCode.OK:

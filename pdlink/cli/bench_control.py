@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
@@ -19,12 +20,20 @@ class CallerName(StrEnum):
     BUSY = "busy"
 
 
+class WayName(StrEnum):
+    """Where the link of every rank is."""
+
+    IN_PROCESS = "in-process"
+    SIDECAR = "sidecar"
+
+
 def bench_control(
     samples: Annotated[int, typer.Option(min=1, max=1_000_000, help="Requests of a row.")] = 2000,
     cp: Annotated[list[int] | None, typer.Option(min=1, max=64, help="Prefill ranks; repeat (default 1, 4).")] = None,
     caller: Annotated[
         list[CallerName] | None, typer.Option(help="How the end is learnt; repeat (default: each).")
     ] = None,
+    way: Annotated[list[WayName] | None, typer.Option(help="Where the links are; repeat (default: each).")] = None,
     layers: Annotated[int, typer.Option(min=1, max=4096, help="Layers, each a page of 4 KiB.")] = 8,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -34,18 +43,21 @@ def bench_control(
     from pdlink.cli.control_rank import BYTES_PER_TOKEN, PAGE_SIZE
     from pdlink.cli.control_rig import CALLERS, Rig
     from pdlink.cli.output import console, note, print_json, print_table
+    from pdlink.config import load_settings
 
+    load_settings()  # refused here rather than in a child
     callers = [one.value for one in caller or CallerName]
     rows: list[dict[str, object]] = []
-    for size in cp or [1, 4]:
-        note(f"cp {size}: starting {size} prefill rank(s) and a bootstrap service")
-        with Rig(size, layers) as rig:
+    for size, where in itertools.product(cp or [1, 4], way or WayName):
+        note(f"cp {size}, {where}: starting {size} prefill rank(s) and a bootstrap service")
+        with Rig(size, layers, beside=where is WayName.SIDECAR) as rig:
             for name in callers:
-                note(f"cp {size}: {samples:,} requests, caller {name}")
+                note(f"cp {size}, {where}: {samples:,} requests, caller {name}")
                 for _ in range(min(WARM_UP, samples)):
                     rig.measure_ms(CALLERS[name])
                 taken = [rig.measure_ms(CALLERS[name]) for _ in range(samples)]
-                rows.append({"caller": name, "cp": size, "samples": samples} | summarise(taken))
+                what: dict[str, object] = {"way": where.value, "caller": name, "cp": size, "samples": samples}
+                rows.append(what | summarise(taken))
     if json:
         page_bytes = PAGE_SIZE * BYTES_PER_TOKEN
         print_json(
@@ -54,10 +66,17 @@ def bench_control(
         return
     figures = ("p50_ms", "p99_ms", "mean_ms", "max_ms")
     table = [
-        [str(row["caller"]), str(row["cp"]), f"{row['samples']:,}", *(f"{row[one]:.3f}" for one in figures)]
+        [
+            str(row["way"]),
+            str(row["caller"]),
+            str(row["cp"]),
+            f"{row['samples']:,}",
+            *(f"{row[one]:.3f}" for one in figures),
+        ]
         for row in rows
     ]
-    print_table(console(), ("caller", "cp", "samples", "p50 ms", "p99 ms", "mean ms", "max ms"), table)
+    heads = ("p50 ms", "p99 ms", "mean ms", "max ms")
+    print_table(console(), ("way", "caller", "cp", "samples", *heads), table, left=2)
 
 
 def summarise(taken_ms: Sequence[float]) -> dict[str, float]:

@@ -168,7 +168,7 @@ def build_planner(scene: Scene) -> PullPlanner:
 
 def plan_request(planner: PullPlanner, pages: Pages, form: Form, fault: Fault = Fault.NONE) -> list[PullBatch]:
     """The batches of one request, checked. Raises `PlanError` naming the cell that has no source, or two."""
-    from pdlink.transfer.planner import check_batches
+    from pdlink.transfer.plan_check import check_batches
 
     batches = []
     for worker_id, source in zip(planner.worker_ids, pages.source, strict=True):

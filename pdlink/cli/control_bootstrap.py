@@ -7,12 +7,13 @@ import sys
 from pdlink.address import Address
 from pdlink.bootstrap.server import BootstrapServer
 from pdlink.config import load_settings
+from pdlink.testing.parent import Parent
 
 
 def main() -> None:
-    settings = load_settings()
+    parent, settings = Parent(), load_settings()
     with BootstrapServer.start(Address(settings.bind_host, 0), settings) as server:
-        print(f'"{server.address}"', flush=True)
+        parent.say(str(server.address))
         sys.stdin.read()
 
 

@@ -18,8 +18,11 @@ from pdlink.config import load_settings
 from pdlink.layout.components import CacheLayout, latent
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.worker import PrefillRank
 from pdlink.runtime.node import Node
+from pdlink.runtime.verbs import NodeVerbs, PrefillVerbs
+from pdlink.sidecar import connect
+from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool
 
 INSTANCE = "prefill"
@@ -39,19 +42,26 @@ class Start:
     rank: int
     num_layers: int
     bootstrap: str
+    sidecar: str = ""
+    """The socket of the sidecar; empty: the link is in the rank's own process."""
 
     def to_json(self) -> str:
-        return json.dumps([self.cp, self.rank, self.num_layers, self.bootstrap])
+        return json.dumps([self.cp, self.rank, self.num_layers, self.bootstrap, self.sidecar])
 
     @classmethod
     def from_json(cls, text: str) -> Start:
-        cp, rank, num_layers, bootstrap = json.loads(text)
-        return cls(int(cp), int(rank), int(num_layers), str(bootstrap))
+        cp, rank, num_layers, bootstrap, sidecar = json.loads(text)
+        return cls(int(cp), int(rank), int(num_layers), str(bootstrap), str(sidecar))
 
 
 def make_layout(num_layers: int) -> CacheLayout:
     """Small pages: what is measured is the control path, not the copy."""
     return CacheLayout(num_layers, (latent(PAGE_SIZE, range(num_layers), bytes_per_token=BYTES_PER_TOKEN),))
+
+
+def open_node(sidecar: str) -> NodeVerbs:
+    """The library in this process, or the sidecar at that socket."""
+    return connect(sidecar) if sidecar else Node(load_settings())
 
 
 def source_page(number: int) -> int:
@@ -60,20 +70,20 @@ def source_page(number: int) -> int:
 
 
 def main() -> None:
-    start = Start.from_json(sys.argv[1])
+    parent, start = Parent(), Start.from_json(sys.argv[1])
     layout, sizes = make_layout(start.num_layers), ParallelSizes(cp=start.cp)
     coordinates = RankCoordinates(cp=start.rank)
     plan = LayerPlan.balanced(layout, sizes)
     owned = plan.owned[coordinates]
     pool = PatternPool(layout, owned, NUM_PAGES)
     try:
-        with Node(load_settings()) as node:
+        with open_node(start.sidecar) as node:
             rank = PrefillRank(INSTANCE, layout, sizes, coordinates, plan.kinds, owned, pool.regions)
             worker = node.prefill(rank, [parse_address(start.bootstrap)])
             worker.wait_registered(REGISTER_TIMEOUT_S)
-            _say("ready")
+            parent.say("ready")
             for transfer_id, number in _commands():
-                _say(_publish(worker, pool, transfer_id, number))
+                parent.say(_publish(worker, pool, transfer_id, number))
     finally:
         pool.close()
 
@@ -85,7 +95,7 @@ def _commands() -> Iterator[tuple[str, int]]:
         yield str(transfer_id), int(number)
 
 
-def _publish(worker: PrefillWorker, pool: PatternPool, transfer_id: str, number: int) -> int:
+def _publish(worker: PrefillVerbs, pool: PatternPool, transfer_id: str, number: int) -> int:
     """Serve one request of one page; returns when it was published, in ns."""
     page = source_page(number)
     pool.fill(transfer_id, {"kv": [page]})
@@ -94,10 +104,6 @@ def _publish(worker: PrefillWorker, pool: PatternPool, transfer_id: str, number:
     published_ns = time.monotonic_ns()
     sender.publish([page], last=True)
     return published_ns
-
-
-def _say(value: object) -> None:
-    print(json.dumps(value), flush=True)
 
 
 if __name__ == "__main__":

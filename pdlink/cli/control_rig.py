@@ -1,25 +1,33 @@
 """Owns the processes of `pdlink bench control` and one measured request across them. It sums nothing up.
 
-This process is the decode rank; the bootstrap service and each prefill rank are children.
+This process is the decode rank; the bootstrap service, the sidecar and each prefill rank are children.
 """
 
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
 
 from pdlink.address import parse_address
-from pdlink.cli.children import Child
-from pdlink.cli.control_rank import INSTANCE, NUM_PAGES, PAGE_SIZE, REGISTER_TIMEOUT_S, Start, make_layout, source_page
+from pdlink.cli.control_rank import (
+    INSTANCE,
+    NUM_PAGES,
+    PAGE_SIZE,
+    REGISTER_TIMEOUT_S,
+    Start,
+    make_layout,
+    open_node,
+    source_page,
+)
 from pdlink.cli.exits import WrongRun
-from pdlink.config import load_settings
 from pdlink.decode.links import PrefillInstance
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import DeadlineExceeded
-from pdlink.runtime.node import Node
+from pdlink.testing.child import Child
 from pdlink.testing.pattern import PatternPool
 
 START_TIMEOUT_S = REGISTER_TIMEOUT_S + 10.0
@@ -56,19 +64,29 @@ def call_busy(receiver: Receiver) -> None:
 CALLERS: dict[str, Caller] = {"wait": call_wait, "poll-loop": call_poll, "busy": call_busy}
 
 
+def _start_sidecar(stack: ExitStack) -> str:
+    """A sidecar for as long as `stack` stands; returns its socket."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pdlink-"))
+    path = f"{folder}/sidecar.sock"
+    stack.enter_context(Child("the sidecar", "pdlink.cli.control_sidecar", [path])).hear(START_TIMEOUT_S)
+    return path
+
+
 class Rig:
     """One prefill instance of `cp` ranks, and this decode rank. Use it with `with`; everything ends with it."""
 
-    def __init__(self, cp: int, num_layers: int) -> None:
+    def __init__(self, cp: int, num_layers: int, *, beside: bool = False) -> None:
+        """`beside`: with the link of every rank, this one's too, in a sidecar."""
         self._stack = ExitStack()
         self._numbers = itertools.count()
         layout = make_layout(num_layers)
         with ExitStack() as starting:
             bootstrap = starting.enter_context(Child("the bootstrap service", "pdlink.cli.control_bootstrap", []))
             address = str(bootstrap.hear(START_TIMEOUT_S))
+            sidecar = _start_sidecar(starting) if beside else ""
             self._ranks = []
             for rank in range(cp):
-                start = Start(cp, rank, num_layers, address)
+                start = Start(cp, rank, num_layers, address, sidecar)
                 name = f"prefill rank {rank}"
                 child = Child(name, "pdlink.cli.control_rank", [start.to_json()])
                 self._ranks.append(starting.enter_context(child))
@@ -78,7 +96,7 @@ class Rig:
             starting.callback(self._end_children)
             self._pool = PatternPool(layout, {one.name: one.layers for one in layout.components}, NUM_PAGES)
             starting.callback(self._pool.close)
-            node = starting.enter_context(Node(load_settings()))
+            node = starting.enter_context(open_node(sidecar))
             self._worker = node.decode("decode", layout, self._pool.regions)
             self._prefill = PrefillInstance(INSTANCE, (parse_address(address),))
             self._stack = starting.pop_all()

@@ -38,7 +38,9 @@ class Inject(StrEnum):
 
 def demo(
     model: Annotated[str, typer.Option(help="smollm2 (real weights) or glm-dsa-tiny (MLA + DSA, seeded).")] = "smollm2",
-    cp: Annotated[int, typer.Option(help="Context-parallel prefill ranks, a process each.")] = 3,
+    pp: Annotated[int, typer.Option(help="Pipeline stages of prefill.")] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel prefill ranks of a stage, a process each.")] = 3,
+    decode_tp: Annotated[int, typer.Option(help="Tensor-parallel decode ranks, a process each.")] = 1,
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; may be given several times.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="A file with one more prompt.")] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt, at most.")] = 24,
@@ -49,6 +51,9 @@ def demo(
         str | None, typer.Option(help="Transport to pull with, or auto (default: PDLINK_BACKENDS).")
     ] = None,
     bootstrap: Annotated[str, typer.Option(help="Where the bootstrap service listens; port 0 is any.")] = "127.0.0.1:0",
+    sidecar: Annotated[
+        bool, typer.Option("--sidecar", help="The link of each side in a sidecar, outside of its ranks.")
+    ] = False,
     inject: Annotated[Inject, typer.Option(help="Damage the run on purpose; the proof must find it.")] = Inject.none,
     dump: Annotated[Path | None, typer.Option(help="Folder for the received pages and their plan.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object on the last line.")] = False,
@@ -70,7 +75,9 @@ def demo(
     with tempfile.TemporaryDirectory(prefix="pdlink-demo-") as folder:
         spec = DemoSpec(
             model=model,
+            pp=pp,
             cp=cp,
+            decode_tp=decode_tp,
             prompts=prompts,
             new_tokens=new_tokens,
             page_size=page_size,
@@ -80,6 +87,7 @@ def demo(
             inject=Damage(inject.value),
             run_dir=Path(folder),
             bootstrap=str(parse_address(bootstrap)),
+            sidecar=sidecar,
         )
         result = run_demo(spec, note)
         if dump is not None:
@@ -123,18 +131,7 @@ def _write_dump(dump: Path, spec: DemoSpec, result: DemoResult) -> None:
 
 
 def _show(out: Console, result: DemoResult) -> None:
-    from pdlink.cli.output import format_sizes, print_table
-
-    ranks = range(result.cp)
-    sizes = format_sizes([result.kv_bytes_unsplit, *result.kv_bytes_per_rank, *result.scratch_bytes_per_rank])
-    pulled = format_sizes(result.pulled_bytes_per_owner)
-    rows = [
-        [f"rank {rank}", _layer_text(result.layers[rank]), sizes[1 + rank], sizes[1 + result.cp + rank], pulled[rank]]
-        for rank in ranks
-    ]
-    rows.append(["unsplit", "all of them, on every rank", sizes[0], "", ""])
-    _say(out, f"\n{result.model} over {result.cp} prefill rank(s), pulled over {result.backend}", "bold")
-    print_table(out, ["prefill", "layers", "KV memory", "scratch", "pulled by decode"], rows, left=2)
+    _show_ranks(out, result)
     for one in result.requests:
         _say(out, f"\n{one.request_id}: {_shortened(one.prompt)}", "bold")
         _say(out, f"  {one.text.strip()}", "green")
@@ -147,6 +144,32 @@ def _show(out: Console, result: DemoResult) -> None:
     for one in result.requests:
         bytes_text = "bytes equal to the unsplit prefill" if one.bytes_equal else one.difference
         _say(out, f"  {one.request_id}: {bytes_text}; against plain transformers: {one.verdict}")
+
+
+def _show_ranks(out: Console, result: DemoResult) -> None:
+    """Who owned what, and who pulled how much of it."""
+    from pdlink.cli.output import format_sizes, print_table
+
+    num_ranks = len(result.layers)
+    sizes = format_sizes([result.kv_bytes_unsplit, *result.kv_bytes_per_rank, *result.scratch_bytes_per_rank])
+    pairs = result.pulled_bytes_per_pair
+    pulled = format_sizes([nbytes for reader in pairs for nbytes in reader])
+    rows = []
+    for rank in range(num_ranks):
+        stage, cp = divmod(rank, result.cp)
+        name = f"pp {stage} cp {cp}" if result.pp > 1 else f"rank {rank}"
+        cells = [name, _layer_text(result.layers[rank]), sizes[1 + rank], sizes[1 + num_ranks + rank]]
+        rows.append([*cells, *pulled[rank::num_ranks]])
+    rows.append(["unsplit", "all of them, on every rank", sizes[0], "", *[""] * len(pairs)])
+    stages = f" in {result.pp} stages" if result.pp > 1 else ""
+    readers = f" by {len(pairs)} decode ranks" if len(pairs) > 1 else ""
+    _say(
+        out,
+        f"\n{result.model} over {num_ranks} prefill rank(s){stages}, pulled over {result.backend}{readers}",
+        "bold",
+    )
+    columns = [f"pulled by tp {tp}" for tp in range(len(pairs))] if len(pairs) > 1 else ["pulled by decode"]
+    print_table(out, ["prefill", "layers", "KV memory", "scratch", *columns], rows, left=2)
 
 
 def _say(out: Console, text: str, style: str = "") -> None:

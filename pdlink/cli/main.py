@@ -18,18 +18,42 @@ import typer
 from typer.main import get_command
 
 from pdlink import __version__
-from pdlink.cli import bench_control, bench_plan, bootstrap, demo, exits, plan
+from pdlink.cli import (
+    bench_control,
+    bench_digest,
+    bench_plan,
+    bench_pool,
+    bench_transfer,
+    bootstrap,
+    config,
+    demo,
+    doctor,
+    examples,
+    exits,
+    inspect_directory,
+    ping,
+    plan,
+    sidecar,
+)
 from pdlink.cli.interrupts import orderly_end
 from pdlink.errors import ConfigError
+from pdlink.limits import raise_soft_limit
+from pdlink.observability.logs import set_up
 
 log = logging.getLogger("pdlink.cli")
+LEVELS = ("debug", "info", "warning", "error", "critical")
 
 EXAMPLES = """\b
 Examples:
   pdlink plan --model glm-5.2 --cp 4 --tokens 8192
+  pdlink plan --prefill pp2cp4tp1 --decode tp8
   pdlink bootstrap --bind 127.0.0.1:7400
+  pdlink sidecar --socket /run/user/1000/pdlink.sock
+  pdlink inspect 127.0.0.1:7400 --watch
+  pdlink doctor
   pdlink bench plan --json
-  pdlink bench control --cp 4"""
+  pdlink bench control --cp 4
+  pdlink bench transfer --backend nixl --plot rates.png"""
 
 app = typer.Typer(
     name="pdlink",
@@ -41,12 +65,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 bench = typer.Typer(name="bench", help="Measure a part on this machine.", rich_markup_mode=None)
-app.command()(demo.demo)
-app.command()(plan.plan)
-app.command()(bootstrap.bootstrap)
-bench.command("plan")(bench_plan.bench_plan)
-bench.command("control")(bench_control.bench_control)
+app.command(epilog=examples.DEMO)(demo.demo)
+app.command(epilog=examples.PLAN)(plan.plan)
+app.command(epilog=examples.BOOTSTRAP)(bootstrap.bootstrap)
+app.command(epilog=examples.SIDECAR)(sidecar.sidecar)
+app.command("inspect", epilog=inspect_directory.EXAMPLES)(inspect_directory.inspect)
+app.command("ping", epilog=ping.EXAMPLES)(ping.ping)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+bench.command("plan", epilog=examples.BENCH_PLAN)(bench_plan.bench_plan)
+bench.command("control", epilog=examples.BENCH_CONTROL)(bench_control.bench_control)
+bench.command("transfer", epilog=examples.BENCH_TRANSFER)(bench_transfer.bench_transfer)
+bench.command("digest", epilog=examples.BENCH_DIGEST)(bench_digest.bench_digest)
+bench.command("read", epilog=examples.BENCH_READ)(bench_pool.bench_read)
+bench.command("loop", epilog=examples.BENCH_LOOP)(bench_pool.bench_loop)
 app.add_typer(bench, name="bench")
+app.add_typer(config.config, name="config")
 
 
 def _show_version(wanted: bool) -> None:
@@ -73,7 +106,8 @@ def _root(
 
 
 def run() -> None:
-    """The console script."""
+    """The console script. Its process is ours, so it may have as many peers as the system lets it open files for."""
+    raise_soft_limit()
     sys.exit(main(sys.argv[1:]))
 
 
@@ -128,11 +162,12 @@ def _invoke(arguments: Sequence[str]) -> None:
 
 
 def _set_up_logging() -> None:
-    """Log to standard error at the level of `PDLINK_LOG` (default: warning)."""
+    """Log to standard error as `PDLINK_LOG` and `PDLINK_LOG_FORMAT` say; commands that read settings do so again."""
     # grpc's core prints what it also raises; an error is one line here.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    text = os.environ.get("PDLINK_LOG", "warning")
-    level = logging.getLevelNamesMapping().get(text.upper())
-    if level is None:
-        raise ConfigError(f"PDLINK_LOG={text!r} is not a log level; use debug, info, warning or error")
-    logging.basicConfig(level=level, format="%(levelname).1s %(asctime)s %(name)s: %(message)s", stream=sys.stderr)
+    level, style = os.environ.get("PDLINK_LOG", "warning"), os.environ.get("PDLINK_LOG_FORMAT", "text")
+    if level.lower() not in LEVELS:
+        raise ConfigError(f"PDLINK_LOG={level!r} is not a log level; use debug, info, warning or error")
+    if style not in ("text", "json"):
+        raise ConfigError(f"PDLINK_LOG_FORMAT={style!r} is no format of the log; use text or json")
+    set_up(level, "json" if style == "json" else "text")

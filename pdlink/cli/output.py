@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 200
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

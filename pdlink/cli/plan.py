@@ -1,15 +1,19 @@
-"""Owns `pdlink plan`: the layer plan and KV memory per rank of a named or described layout, as a table or as JSON."""
+"""Owns `pdlink plan`: its options, and the layer plan and KV memory per rank of a layout, as a table or as JSON.
+
+What is planned is in `plan_subject`; the pairing with a decode instance is shown by `plan_pair`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pdlink.errors import InvalidInput
+from pdlink.cli.plan_subject import DEFAULT_MODEL, Figures, Subject
+from pdlink.errors import InvalidInput, LayoutError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +23,7 @@ if TYPE_CHECKING:
     from pdlink.layout.layer_plan import LayerPlan
     from pdlink.layout.parallel import ParallelSizes
 
-DEFAULT_MODEL = "glm-5.2"
+DEFAULT_CP = 4
 MAX_RANKS = 4096
 MAX_LAYERS = 4096
 MAX_TOKENS = 1 << 40
@@ -30,17 +34,6 @@ class Kind(StrEnum):
 
     SPLIT = "split"
     REPLICATED = "replicated"
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is planned: a layout, and where the model has one of its own, that too."""
-
-    name: str
-    title: str
-    layout: CacheLayout
-    own_layout: CacheLayout | None = None
-    source: str = ""
 
 
 def plan(
@@ -54,31 +47,45 @@ def plan(
     head_dim: Annotated[int, typer.Option(min=0, help="Described: values of a head.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="KV dtype; the default is the model's.")] = None,
     page_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a page.")] = 64,
-    cp: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Context-parallel ranks.")] = 4,
-    pp: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Pipeline stages.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="Tensor-parallel ranks.")] = 1,
-    tokens: Annotated[int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens that a pool holds.")] = 8192,
+    prefill: Annotated[
+        str | None, typer.Option(help="Prefill's sizes in one word, like pp2cp4tp1 (dp, pp, cp, tp); or these:")
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option(min=1, max=MAX_RANKS, help=f"Context-parallel ranks (default {DEFAULT_CP}).")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Pipeline stages.")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, max=MAX_RANKS, help="Tensor-parallel ranks.")] = None,
+    decode: Annotated[
+        str | None, typer.Option(help="Show who pulls what: decode's sizes, like tp8 (dp, pp, tp, dcp).")
+    ] = None,
+    decode_page_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 16, help="Tokens of a page on decode (default: as on prefill).")
+    ] = None,
+    decode_dtype: Annotated[str | None, typer.Option(help="KV dtype on decode (default: as on prefill).")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=MAX_TOKENS, help="Tokens that a pool holds, or of the request that decode pulls.")
+    ] = 8192,
     reserved_pages: Annotated[int, typer.Option(min=0, help="Padding pages of a pool (sglang: page 0).")] = 1,
     scratch_slots: Annotated[int, typer.Option(min=2, max=64, help="Scratch buffers of a component.")] = 2,
     kind: Annotated[Kind, typer.Option("--plan", help="How layers are placed.")] = Kind.SPLIT,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show which rank owns which layers, and the KV memory per rank."""
+    """Show which rank owns which layers and the KV memory per rank; with --decode, who pulls what from whom."""
     from pdlink.cli.output import console, print_json
     from pdlink.layout.footprint import measure
     from pdlink.layout.layer_plan import LayerPlan, PlanKind
-    from pdlink.layout.parallel import ParallelSizes
 
-    sizes = ParallelSizes(pp=pp, cp=cp, tp=tp)
-    if sizes.num_ranks > MAX_RANKS:
-        raise InvalidInput(f"pp {pp} x cp {cp} x tp {tp} is {sizes.num_ranks} ranks; plan at most {MAX_RANKS}")
-    described = layers, latent_bytes, index_bytes, kv_heads, head_dim
-    if any(described):
-        if model:
-            raise InvalidInput(f"--model {model} names a layout; leave out --layers and the other figures, or --model")
-        subject = _describe(layers or 0, latent_bytes, index_bytes, kv_heads, head_dim, dtype, page_size, tp)
-    else:
-        subject = _named(model or DEFAULT_MODEL, dtype, page_size, tp)
+    sizes = _prefill_sizes(prefill, pp, cp, tp)
+    figures = Figures(model, layers or 0, latent_bytes, index_bytes, kv_heads, head_dim, dtype, page_size)
+    subject = figures.subject(sizes.tp)
+    if decode is not None:
+        from pdlink.cli.plan_pair import show_pair
+
+        theirs = replace(figures, page_size=decode_page_size or page_size, dtype=decode_dtype or dtype)
+        show_pair(subject, sizes, PlanKind(kind.value), decode, theirs, tokens, as_json=json)
+        return
+    if decode_page_size or decode_dtype:
+        raise InvalidInput("--decode-page-size and --decode-dtype go with --decode")
     placed = PlanKind(kind.value)
     results = []
     for layout in filter(None, (subject.layout, subject.own_layout)):
@@ -99,58 +106,22 @@ def plan(
         out.print(f"\nwhich layers run an indexer: {subject.source}")
 
 
-def _named(name: str, dtype: str | None, page_size: int, tp: int) -> Subject:
-    from pdlink.layout.models import MODELS, nearest
-    from pdlink_engines.reference.models import MODEL_NAMES, model_shape
+def _prefill_sizes(text: str | None, pp: int | None, cp: int | None, tp: int | None) -> ParallelSizes:
+    from pdlink.layout.parallel import ParallelSizes, read_sizes
 
-    if one := MODELS.get(name):
-        kind = dtype or "bfloat16"
-        own = one.own_layout(page_size, kind) if one.shares_indexers else None
-        return Subject(name, one.title, one.layout(page_size, kind), own, one.source)
-    if name not in MODEL_NAMES:
-        raise InvalidInput(f"unknown model {name!r}{nearest(name, (*MODELS, *MODEL_NAMES))}")
-    shape = model_shape(name)
-    if dtype not in (None, shape.dtype):
-        raise InvalidInput(f"--dtype {dtype} is not what {name} runs in here; it is {shape.dtype}")
-    if tp > 1 and shape.kv_heads:
-        raise InvalidInput(
-            f"--tp {tp}: {name} runs at tp 1 only here; describe it with --layers, --kv-heads, --head-dim"
-        )
-    return Subject(name, name, shape.layout(page_size))
-
-
-def _describe(
-    layers: int,
-    latent_bytes: int,
-    index_bytes: int,
-    kv_heads: int,
-    head_dim: int,
-    dtype: str | None,
-    page_size: int,
-    tp: int,
-) -> Subject:
-    from pdlink.layout.models import describe_layout
-
-    if not layers:
-        raise InvalidInput("a described layout needs --layers")
-    if bool(latent_bytes) == bool(kv_heads):
-        raise InvalidInput("a described layout needs either --latent-bytes, or --kv-heads and --head-dim")
-    if bool(kv_heads) != bool(head_dim):
-        raise InvalidInput(f"--kv-heads {kv_heads} and --head-dim {head_dim} go together")
-    if kv_heads and index_bytes:
-        raise InvalidInput("--index-bytes goes with --latent-bytes")
-    if kv_heads and kv_heads % tp and tp % kv_heads:
-        raise InvalidInput(f"--kv-heads {kv_heads} cannot be spread over --tp {tp}; one must divide the other")
-    layout = describe_layout(
-        layers,
-        page_size,
-        latent_bytes=latent_bytes,
-        index_bytes=index_bytes,
-        kv_heads=max(1, kv_heads // tp) if kv_heads else 0,
-        head_dims=head_dim,
-        dtype=dtype or "bfloat16",
-    )
-    return Subject("described", "described layout", layout)
+    if text is None:
+        sizes = ParallelSizes(pp=pp or 1, cp=cp or DEFAULT_CP, tp=tp or 1)
+    elif pp or cp or tp:
+        raise InvalidInput(f"--prefill {text} has all sizes; leave out --pp, --cp and --tp, or --prefill")
+    else:
+        try:
+            sizes = ParallelSizes(**read_sizes(text))
+        except LayoutError as error:
+            raise InvalidInput(f"--prefill {error}") from error
+    if sizes.num_ranks > MAX_RANKS:
+        named = f"--prefill {text}" if text else f"pp {sizes.pp} x cp {sizes.cp} x tp {sizes.tp}"
+        raise InvalidInput(f"{named} is {sizes.num_ranks} ranks; plan at most {MAX_RANKS}")
+    return sizes
 
 
 def spans(layers: Sequence[int]) -> list[tuple[int, int]]:

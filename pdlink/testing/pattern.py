@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pdlink.backends.shm import Segment
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import OwnedLayers
-from pdlink.layout.regions import Region
+from pdlink.layout.regions import MemoryKind, Region
 
 SENTINEL = 0xEE
 GUARD_PAGES = 1
@@ -69,9 +69,12 @@ class Block(Protocol):
 class PatternPool:
     """Regions for the owned cells of a layout, all sentinel bytes, with guard pages on either side.
 
-    They lie in shared memory unless `allocate` (bytes -> `Block`) takes them from elsewhere. A `sparse` one has no
-    guards, and its gaps are neither written nor looked at.
+    They lie in shared memory unless `allocate` (bytes -> `Block`) takes them from elsewhere, or a subclass keeps them
+    on a device. A `sparse` one has no guards, and its gaps are neither written nor looked at.
     """
+
+    memory = MemoryKind.HOST
+    device = 0
 
     def __init__(
         self,
@@ -98,42 +101,53 @@ class PatternPool:
 
     def view(self, component: str, layer: int) -> Bytes:
         """uint8 [num_pages, page_bytes], writable, without guards and gaps."""
-        nbytes = self.layout.component(component).page_bytes
-        return self._views[component, layer][self._guards : self._guards + self.num_pages, :nbytes]
+        return self._rows(component, layer)[self._guards : self._guards + self.num_pages, : self._page_bytes(component)]
+
+    def heads(self, component: str, layer: int, nbytes: int) -> Bytes:
+        """uint8 [num_pages, nbytes]: how each page begins. Cheap wherever the pages lie."""
+        return self.view(component, layer)[:, :nbytes]
 
     def fill(
         self, transfer_id: str, pages: Mapping[str, Sequence[int]], start: Mapping[str, int] | None = None
     ) -> None:
         """Write the pattern of a request into its pages (page group -> page ids), in every owned cell."""
-        for component, layer in self._views:
-            group = self.layout.component(component).page_group
-            nbytes, ids = self.layout.component(component).page_bytes, pages.get(group, ())
+        for region in self.regions:
+            group = self.layout.component(region.component).page_group
+            nbytes, ids = region.page_bytes, pages.get(group, ())
             at_once = max(1, PATTERN_BYTES // nbytes)
             for first in range(0, len(ids), at_once):
                 some = ids[first : first + at_once]
                 begin = (start or {}).get(group, 0) + first
                 positions = range(begin, begin + len(some))
-                self.view(component, layer)[list(some)] = page_patterns(
-                    transfer_id, component, layer, positions, nbytes
-                )
+                made = page_patterns(transfer_id, region.component, region.layer, positions, nbytes)
+                self._put(region.component, region.layer, some, made)
+
+    def wipe(self) -> None:
+        """Write the sentinel over every page."""
+        for region in self.regions:
+            self.view(region.component, region.layer)[:] = SENTINEL
 
     def find_wrong(
         self, transfer_id: str, pages: Mapping[str, Sequence[int]], start: Mapping[str, int] | None = None
     ) -> WrongPage | None:
         """The first page of a request that differs from its pattern."""
-        for component, layer, position, page in self._cells(pages, start):
-            found = self.view(component, layer)[page]
-            wanted = page_pattern(transfer_id, component, layer, position, len(found))
-            if not np.array_equal(found, wanted):
-                return WrongPage(component, layer, page, int(np.argmin(found == wanted)))
+        for region in self.regions:
+            component, layer, nbytes = region.component, region.layer, region.page_bytes
+            group = self.layout.component(component).page_group
+            view = self.view(component, layer)
+            for position, page in enumerate(pages.get(group, ()), start=(start or {}).get(group, 0)):
+                wanted = page_pattern(transfer_id, component, layer, position, nbytes)
+                if not np.array_equal(view[page], wanted):
+                    return WrongPage(component, layer, int(page), int(np.argmin(view[page] == wanted)))
         return None
 
     def find_touched(self, used: Mapping[str, Iterable[int]] | None = None) -> WrongPage | None:
         """The first page, guard or gap outside `used` (page group -> page ids) that is not all sentinel."""
-        for (component, layer), view in self._views.items():
+        for region in self.regions:
+            component, layer, nbytes = region.component, region.layer, region.page_bytes
             group = self.layout.component(component).page_group
-            nbytes = self.layout.component(component).page_bytes
-            touched = (view[:, :nbytes] if self._sparse else view) != SENTINEL
+            rows = self._rows(component, layer)
+            touched = (rows[:, :nbytes] if self._sparse else rows) != SENTINEL
             pages = np.fromiter((used or {}).get(group, ()), dtype=np.int64)
             touched[self._guards + pages, :nbytes] = False
             if touched.any():
@@ -148,22 +162,33 @@ class PatternPool:
 
     def _add(self, name: str, layer: int, page_bytes: int, stride: int) -> None:
         rows = self.num_pages + 2 * self._guards
-        segment = self._allocate(rows * stride - (stride - page_bytes if self._sparse else 0))
-        self._segments.append(segment)
+        nbytes = rows * stride - (stride - page_bytes if self._sparse else 0)
         shape = (rows, page_bytes if self._sparse else stride)
+        base = self._hold(name, layer, nbytes, shape, stride) + self._guards * stride
+        self.regions += (
+            Region(name, layer, base, stride, page_bytes, self.num_pages, memory=self.memory, device=self.device),
+        )
+
+    def _page_bytes(self, component: str) -> int:
+        return self.layout.component(component).page_bytes
+
+    # --- where the bytes lie: what a pool on a device does otherwise ---
+
+    def _hold(self, name: str, layer: int, nbytes: int, shape: tuple[int, int], stride: int) -> int:
+        """Take memory for one cell, as rows of sentinel bytes; returns its address."""
+        segment = self._allocate(nbytes)
+        self._segments.append(segment)
         view = np.lib.stride_tricks.as_strided(segment.array, shape, (stride, 1))
         view[:] = SENTINEL
         self._views[name, layer] = view
-        base = segment.address + self._guards * stride
-        self.regions += (Region(name, layer, base, stride, page_bytes, self.num_pages),)
+        return segment.address
 
-    def _cells(
-        self, pages: Mapping[str, Sequence[int]], start: Mapping[str, int] | None
-    ) -> Iterable[tuple[str, int, int, int]]:
-        for component, layer in self._views:
-            group = self.layout.component(component).page_group
-            for number, page in enumerate(pages.get(group, ())):
-                yield component, layer, (start or {}).get(group, 0) + number, int(page)
+    def _rows(self, component: str, layer: int) -> Bytes:
+        """uint8 [rows, bytes] of one cell, guards included."""
+        return self._views[component, layer]
+
+    def _put(self, component: str, layer: int, pages: Sequence[int], data: Bytes) -> None:
+        self.view(component, layer)[list(pages)] = data
 
 
 def _mix(words: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:

@@ -7,28 +7,35 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
 from pdlink.cli.bench_control import summarise
-from pdlink.cli.children import Child
-from pdlink.cli.exits import WrongRun
 from pdlink.cli.main import main
-from pdlink.errors import DeadlineExceeded
+from tests import processes
 
 
 def test_every_caller_and_size_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "control", "--samples", "4", "--cp", "1", "--cp", "2", "--layers", "3", "--json"]) == 0
+    sizes = ["--cp", "1", "--cp", "2", "--layers", "3"]
+    assert main(["bench", "control", "--samples", "4", *sizes, "--way", "in-process", "--json"]) == 0
     value = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [(row["caller"], row["cp"]) for row in value["rows"]] == [
-        (caller, cp) for cp in (1, 2) for caller in ("wait", "poll-loop", "busy")
+    assert [(row["way"], row["caller"], row["cp"]) for row in value["rows"]] == [
+        ("in-process", caller, cp) for cp in (1, 2) for caller in ("wait", "poll-loop", "busy")
     ]
     for row in value["rows"]:
         assert row["samples"] == 4
         assert 0 < row["p50_ms"] <= row["p99_ms"] <= row["max_ms"]
     assert value["num_layers"] == 3
+
+
+@pytest.mark.slow
+def test_both_ways_have_a_row_for_every_caller(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "control", "--samples", "4", "--cp", "1", "--layers", "3", "--json"]) == 0
+    value = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["way"], row["caller"]) for row in value["rows"]] == [
+        (way, caller) for way in ("in-process", "sidecar") for caller in ("wait", "poll-loop", "busy")
+    ]
 
 
 def test_bytes_that_are_not_what_was_published_fail_the_run(
@@ -43,7 +50,7 @@ def test_bytes_that_are_not_what_was_published_fail_the_run(
         return find(self, transfer_id, pages, start)
 
     monkeypatch.setattr(PatternPool, "find_wrong", find_after_damage)
-    assert main(["bench", "control", "--samples", "1", "--cp", "1", "--caller", "wait", "--json"]) == 1
+    assert main(["bench", "control", "--samples", "1", "--cp", "1", "--caller", "wait", "--way", "in-process"]) == 1
     captured = capsys.readouterr()
     assert "'latent' layer 0" in captured.err
     assert captured.out == ""
@@ -52,22 +59,22 @@ def test_bytes_that_are_not_what_was_published_fail_the_run(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_in_the_middle_leaves_no_process(number: signal.Signals, code: int) -> None:
     command = [sys.executable, "-m", "pdlink", "bench", "control", "--samples", "100000", "--cp", "2"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stderr is not None
-    for line in child.stderr:
-        if "caller wait" in line:
-            break
-    family = psutil.Process(child.pid).children(recursive=True)
-    assert len(family) == 3
-    os.kill(child.pid, number)
-    out, err = child.communicate(timeout=30)
-    assert child.returncode == code
-    assert "Traceback" not in err
-    assert out == ""
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.started(command, text=True, **pipes) as child:
+        for line in child.stderr:
+            if "caller wait" in line:
+                break
+        family = psutil.Process(child.pid).children(recursive=True)
+        assert len(family) == 3
+        os.kill(child.pid, number)
+        out, err = child.communicate(timeout=processes.PATIENCE_S)
+        assert child.returncode == code
+        assert "Traceback" not in err
+        assert out == ""
+        assert psutil.wait_procs(family, timeout=processes.PATIENCE_S)[1] == []
     if number is signal.SIGKILL:
         # A killed process cannot remove its segments; the next one that makes some does.
-        assert main(["bench", "control", "--samples", "1", "--cp", "1", "--caller", "wait", "--json"]) == 0
+        assert main(["bench", "control", "--samples", "1", "--cp", "1", "--caller", "wait", "--way", "in-process"]) == 0
 
 
 def test_percentiles_are_figures_that_were_measured() -> None:
@@ -76,27 +83,7 @@ def test_percentiles_are_figures_that_were_measured() -> None:
     assert summarise([3.0]) == {"p50_ms": 3.0, "p99_ms": 3.0, "mean_ms": 3.0, "max_ms": 3.0}
 
 
-def test_a_child_that_ends_is_named() -> None:
-    with Child("the rank", "json.tool", ["/nowhere/at-all"]) as child, pytest.raises(WrongRun, match="the rank"):
-        child.hear(20.0)
-
-
-def test_a_child_that_says_nothing_is_waited_for_a_while_only() -> None:
-    with Child("the rank", "json.tool", []) as child, pytest.raises(DeadlineExceeded, match="the rank"):
-        child.hear(0.05)
-
-
-def test_a_child_ends_with_its_input() -> None:
-    started = time.monotonic()
-    with Child("the rank", "json.tool", []) as child:
-        child.say([1, 2])
-        child.close_input()
-        assert child.hear_text(20.0) == "["
-    assert not psutil.pid_exists(child.pid)
-    assert time.monotonic() - started < 20
-
-
-@pytest.mark.parametrize("options", [("--samples", "0"), ("--cp", "0"), ("--caller", "sleep")])
+@pytest.mark.parametrize("options", [("--samples", "0"), ("--cp", "0"), ("--caller", "sleep"), ("--way", "out")])
 def test_bad_options_are_refused_in_one_line(capsys: pytest.CaptureFixture[str], options: tuple[str, ...]) -> None:
     assert main(["bench", "control", *options]) == 2
     captured = capsys.readouterr()

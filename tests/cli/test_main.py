@@ -27,6 +27,7 @@ from pdlink.errors import (
     StateError,
     TransferFailed,
 )
+from tests import processes
 
 PDLINK = [sys.executable, "-m", "pdlink"]
 
@@ -147,7 +148,7 @@ def test_a_mistyped_command_line_is_one_line(capsys: pytest.CaptureFixture[str],
 
 
 def test_the_version_is_told() -> None:
-    done = subprocess.run([*PDLINK, "--version"], capture_output=True, text=True, check=True, timeout=30)
+    done = processes.run([*PDLINK, "--version"], check=True)
     assert done.stdout == f"pdlink {__version__}\n"
 
 
@@ -161,20 +162,16 @@ def test_a_log_level_that_does_not_exist_is_refused(
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "--cp", "600", "--layers", "1000", "--latent-bytes", "8")])
 def test_a_reader_that_leaves_early_is_no_error(arguments: tuple[str, ...]) -> None:
-    child = subprocess.Popen([*PDLINK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stderr is not None
-    child.stdout.close()
-    err = child.stderr.read()
-    assert (child.wait(timeout=30), err) == (exits.BROKEN_PIPE, b"")
-    child.stderr.close()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with processes.started([*PDLINK, *arguments], **pipes) as child:
+        child.stdout.close()
+        err = child.stderr.read()
+        assert (child.wait(processes.PATIENCE_S), err) == (exits.BROKEN_PIPE, b"")
 
 
 def test_a_full_disk_is_one_line() -> None:
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [*PDLINK, "plan"], stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=30
-        )
+        done = processes.run([*PDLINK, "plan"], stdout=full)
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
@@ -184,7 +181,36 @@ def test_planning_and_help_load_nothing_that_runs_a_model_or_a_wire(arguments: l
         "import sys; from pdlink.cli.main import main; code = main(sys.argv[1:]); "
         "print(sorted({'torch', 'grpc', 'transformers', 'zmq', 'google.protobuf'} & set(sys.modules))); sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=30
-    )
+    done = processes.run([sys.executable, "-c", code, *arguments], check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def every_command() -> list[tuple[str, ...]]:
+    """The words of each command that does something itself."""
+    found: list[tuple[str, ...]] = []
+
+    def walk(group: object, words: tuple[str, ...]) -> None:
+        for name, one in getattr(group, "commands", {}).items():
+            walk(one, (*words, name))
+        if words and not hasattr(group, "commands"):
+            found.append(words)
+
+    walk(typer.main.get_command(command.app), ())
+    return found
+
+
+@pytest.mark.parametrize("words", every_command(), ids=" ".join)
+def test_the_help_of_a_command_fits_a_screen_and_has_examples_that_can_be_parsed(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*words, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 52
+    assert max(map(len, lines)) <= 80
+    shown = [re.fullmatch(r"    pdlink ([^|]+)(\|.*)?", line) for line in lines[lines.index("  Examples:") + 1 :]]
+    assert len(shown) >= 2
+    for example in shown:
+        assert example, lines
+        assert example[1].split()[: len(words)] == list(words)
+        assert command.main([*example[1].split(), "--help"]) == 0, example[0]
+        capsys.readouterr()

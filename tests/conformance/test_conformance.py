@@ -18,7 +18,10 @@ MISSING = {"mooncake-tcp": mooncake_missing()}
 
 # In a hurry shared memory and one network engine stand for all.
 QUICK = ("ipc", "nixl-tcp")
-PARAMS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SETUPS]
+PARAMS = [
+    pytest.param(name, marks=[pytest.mark.backend(name), *([] if name in QUICK else [pytest.mark.slow])])
+    for name in SETUPS
+]
 
 
 @pytest.fixture(scope="module", params=PARAMS)

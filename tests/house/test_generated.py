@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import processes
 from tests.house.tree import GENERATED, REPO
 
 GENERATE = REPO / "proto" / "generate.py"
@@ -17,7 +18,7 @@ def generated(folder: Path) -> dict[str, bytes]:
 
 def run_generate(script: Path, out: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(script), "--out", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return processes.run(command)
 
 
 def test_the_committed_code_does_not_drift_from_the_protos(tmp_path: Path) -> None:

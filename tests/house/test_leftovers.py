@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.house.tree import REPO
+from tests import processes
+from tests.house.runs import run_pytest, segment_of
 
 LEAVES_A_SEGMENT = """
 from multiprocessing import resource_tracker, shared_memory
@@ -44,24 +43,14 @@ LEAVES_NOTHING = "def test_leaves_nothing():\n    pass\n"
 SKIPS = "import pytest\n\ndef test_skips():\n    pytest.skip('no such device')\n"
 
 
-def run_pytest(folder: Path, source: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    (folder / "test_sample.py").write_text(source)
-    (folder / "conftest.py").write_bytes((REPO / "tests" / "conftest.py").read_bytes())
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    env |= {"CI": "", "PYTHONPATH": ""} | environment
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=60)
-
-
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize("options", [(), ("-n", "2")])
 def test_a_segment_that_is_left_fails_the_run(tmp_path: Path, options: tuple[str, ...], kept: bool) -> None:
-    name = f"pdlink-left-{os.getpid()}-{len(options)}"
+    name = segment_of(tmp_path)
     done = run_pytest(tmp_path, LEAVES_A_SEGMENT.replace("NAME", name).replace("KEPT", str(kept)), *options)
-    Path("/dev/shm", name).unlink()
     assert done.returncode == 1, done.stdout
     assert name in done.stdout
+    assert not Path("/dev/shm", name).exists(), "the next run is not to suffer from it"
 
 
 @pytest.mark.parametrize(
@@ -71,9 +60,9 @@ def test_a_process_that_is_left_fails_the_run(tmp_path: Path, source: str, optio
     pidfile = tmp_path / "pid"
     done = run_pytest(tmp_path, source.replace("PIDFILE", str(pidfile)), *options)
     pid = int(pidfile.read_text())
-    os.kill(pid, 9)
     assert done.returncode == 1, done.stdout
     assert f"process {pid} lives on" in done.stdout
+    assert processes.wait_until(lambda: not psutil.pid_exists(pid)), "the next run is not to suffer from it"
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")])

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tomllib
@@ -22,6 +21,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests import processes
 from tests.house.tree import REPO, ROOTS
 
 BUILT_FROM = ["pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "NOTICE", "Makefile"]
@@ -63,7 +63,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 def run(command: Sequence[str], cwd: Path) -> str:
     """Standard output of `command`, which must succeed; nothing of the calling environment decides its imports."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PDLINK_"))}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = processes.run(command, cwd=cwd, env=env)
     assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -110,7 +110,7 @@ def link(distribution: importlib.metadata.Distribution, packages: Path) -> None:
 def test_the_wheel_carries_every_source_file_and_no_other(built: Built) -> None:
     expected = set()
     for folder, top in ROOTS.items():
-        kept = (path for path in (built.source / folder).rglob("*") if path.suffix in {".py", ".pyi"})
+        kept = (path for path in (built.source / folder).rglob("*") if path.suffix in {".py", ".pyi", ".cu"})
         expected |= {str(top / path.relative_to(built.source / folder)) for path in kept}
     expected |= {"pdlink/py.typed", "pdlink/README.md"}
     assert len(expected) > 40

@@ -20,6 +20,12 @@ BINDERS = {"bind", "add_insecure_port", "add_secure_port", "bind_to_random_port"
 LEFTOVER = re.compile(r"\b(TODO|FIXME|XXX|HACK|WIP)\b")
 # The one place that must know a wildcard, in order to refuse to advertise it.
 KNOWS_WILDCARDS = {"pdlink.address"}
+# Whose threads need no supervisor: it is that itself; what a thread raised is taken by whoever waits for its answer
+# (mooncake's reads, sglang's questions); or it is a test's, a command's or a demo's, which ends with it.
+MAY_START_THREADS = (
+    *("pdlink.threads", "pdlink.backends.mooncake_engine", "pdlink_engines.sglang.manager"),
+    *("pdlink.testing.", "pdlink.cli.", "pdlink_engines.reference.demo."),
+)
 
 
 def _dotted(node: ast.expr) -> str:
@@ -91,6 +97,17 @@ def leftovers(module: Module) -> list[str]:
     return found
 
 
+def bare_threads(module: Module) -> list[str]:
+    """A thread that nobody supervises ends without a word."""
+    if module.name.startswith(MAY_START_THREADS):
+        return []
+    makers = {"Thread", "ThreadPoolExecutor", "start_new_thread"}
+    if any(name == "threading.Timer" for _, name in imports(module)):
+        makers.add("Timer")
+    calls = (_dotted(node.func) for node in ast.walk(module.parse()) if isinstance(node, ast.Call))
+    return [f"calls {name}" for name in calls if name.rpartition(".")[2] in makers or name == "threading.Timer"]
+
+
 def _lines(source: str) -> list[tuple[int, str]]:
     return list(enumerate(source.splitlines(), start=1))
 
@@ -103,7 +120,7 @@ def unsaid(module: Module) -> list[str]:
     return ["has no docstring"]
 
 
-RULES = [pickles, evaluations, wildcards, leftovers, unsaid]
+RULES = [pickles, evaluations, wildcards, leftovers, unsaid, bare_threads]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,9 @@ RULES = [pickles, evaluations, wildcards, leftovers, unsaid]
         (leftovers, "def f():\n    raise NotImplementedError"),
         (leftovers, "def f():\n    raise NotImplementedError('soon')"),
         (unsaid, "x = 1"),
+        (bare_threads, "import threading\nthreading.Thread(target=f).start()"),
+        (bare_threads, "from threading import Timer\nTimer(1, f)"),
+        (bare_threads, "ThreadPoolExecutor(2)"),
     ],
 )
 def test_each_rule_bites(rule: object, source: str) -> None:
@@ -144,6 +164,7 @@ def test_each_rule_bites(rule: object, source: str) -> None:
         (wildcards, '"""Never binds 0.0.0.0."""\nsocket.bind(("127.0.0.1", 0))\nname = f"{a}::{b}"'),
         (leftovers, "try:\n    f()\nexcept NotImplementedError:\n    raise"),
         (unsaid, ""),
+        (bare_threads, "SupervisedThread(f, 'name', 'owner')"),
     ],
 )
 def test_no_rule_bites_what_is_fine(rule: object, source: str) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 from pdlink.backends.base import Peer
 from pdlink.layout.regions import MemoryKind, Region
-from pdlink.testing.conformance.child import Child
+from pdlink.testing.child import Child
 from pdlink.testing.conformance.pool import TRANSFER
 from pdlink.testing.conformance.setup import Setup
 
-START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 30.0
 
 
@@ -43,7 +42,7 @@ class Owner:
         arguments = [setup.to_json(), json.dumps(asdict(spec))]
         self.process = Child("owner", "pdlink.testing.conformance.owner_process", arguments, setup.env)
         try:
-            told = self.process.hear(START_TIMEOUT_S)["ranks"]
+            told = self.process.hear(setup.start_timeout_s)["ranks"]
         except BaseException:
             self.process.close()
             raise

@@ -14,18 +14,17 @@ from typing import Any
 
 from pdlink.backends.base import Backend
 from pdlink.errors import InvalidInput
-from pdlink.testing.conformance.child import own_stdout, say
 from pdlink.testing.conformance.owner import Spec
 from pdlink.testing.conformance.pool import make_pool
 from pdlink.testing.conformance.setup import Setup
+from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool
 
 
 class _Rank:
     def __init__(self, setup: Setup, spec: Spec) -> None:
-        self.pool: PatternPool = make_pool(
-            setup.memory, spec.num_layers, spec.num_pages, spec.page_bytes, spec.gap, sparse=spec.sparse
-        )
+        size = (spec.num_layers, spec.num_pages, spec.page_bytes, spec.gap)
+        self.pool: PatternPool = make_pool(setup.memory, *size, sparse=spec.sparse, device=setup.devices[0])
         self.pool.fill(spec.transfer_id, {"kv": range(spec.num_pages)})
         self.backend: Backend = setup.make()
         for region in self.pool.regions[::-1] if spec.backwards else self.pool.regions:
@@ -46,17 +45,17 @@ class _Rank:
 
 
 def main(setup_text: str, spec_text: str) -> None:
-    own_stdout()
+    parent = Parent()
     setup, spec = Setup.from_json(setup_text), Spec(**json.loads(spec_text))
     ranks = [_Rank(setup, spec) for _ in range(spec.num_ranks)]
-    say(ranks=[rank.facts() for rank in ranks])
+    parent.say({"ranks": [rank.facts() for rank in ranks]})
     for line in sys.stdin:
         question = json.loads(line)
         if question["do"] != "deregister":
             raise InvalidInput(f"an owner cannot {question['do']!r}")
         for rank in ranks:
             rank.deregister()
-        say(done=True)
+        parent.say({"done": True})
     for rank in ranks:
         rank.close()
     sys.exit(spec.exit_code)

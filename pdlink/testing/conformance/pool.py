@@ -1,4 +1,4 @@
-"""Owns the memory of the conformance suite: pools of recognisable pages, shared or private. It moves nothing."""
+"""Owns the memory of the conformance suite: pools of recognisable pages in host or device memory. It moves nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 
 from pdlink.backends.shm import Segment
 from pdlink.layout.components import CacheLayout, latent
+from pdlink.layout.layer_plan import OwnedLayers
 from pdlink.testing.conformance.setup import MemorySource
 from pdlink.testing.pattern import SENTINEL, Bytes, PatternPool
 
@@ -34,25 +35,46 @@ class PrivateBlock:
 
 
 def make_pool(
-    source: MemorySource, num_layers: int, num_pages: int, page_bytes: int, gap: int = 0, *, sparse: bool = False
+    source: MemorySource,
+    num_layers: int,
+    num_pages: int,
+    page_bytes: int,
+    gap: int = 0,
+    *,
+    sparse: bool = False,
+    device: int = 0,
 ) -> PatternPool:
-    """A pool of one component with pages of `page_bytes` bytes (a multiple of 4), `gap` bytes apart."""
+    """A pool of one component with pages of `page_bytes` bytes (a multiple of 4), `gap` bytes apart.
+
+    `device` is the number of a GPU, for memory that lies on one.
+    """
     layout = CacheLayout(max(num_layers, 1), (latent(4, range(max(num_layers, 1)), bytes_per_token=page_bytes // 4),))
-    create = Segment.create if source is MemorySource.SHARED else PrivateBlock.create
     owned = {"latent": tuple(range(num_layers))}
+    if source is MemorySource.CUDA:
+        return _device_pool(layout, owned, num_pages, gap, sparse, device)
+    create = Segment.create if source is MemorySource.SHARED else PrivateBlock.create
     return PatternPool(layout, owned, num_pages, page_gap=gap, allocate=create, sparse=sparse)
+
+
+def _device_pool(
+    layout: CacheLayout, owned: OwnedLayers, num_pages: int, gap: int, sparse: bool, device: int
+) -> PatternPool:
+    import torch
+
+    from pdlink.testing.device_pool import DevicePool
+
+    return DevicePool(layout, owned, num_pages, torch.device("cuda", device), page_gap=gap, sparse=sparse)
 
 
 def count_landed(pool: PatternPool) -> int:
     """Pages of which the first bytes are not what an untouched pool holds."""
     landed = 0
     for region in pool.regions:
-        head = pool.view(region.component, region.layer)[:, :8]
-        landed += int(np.any(head != SENTINEL, axis=1).sum())
+        heads = pool.heads(region.component, region.layer, 8)
+        landed += int(np.any(heads != SENTINEL, axis=1).sum())
     return landed
 
 
 def hand_out_again(pool: PatternPool) -> None:
     """Write over every page, as its next user would; `find_touched` then shows what landed later."""
-    for region in pool.regions:
-        pool.view(region.component, region.layer)[:] = SENTINEL
+    pool.wipe()

@@ -12,9 +12,9 @@ import time
 import traceback
 
 from pdlink.testing.conformance.catalogue import SCENARIOS
-from pdlink.testing.conformance.child import own_stdout, say
 from pdlink.testing.conformance.rig import Broken, Skipped, rig_for
 from pdlink.testing.conformance.setup import Setup
+from pdlink.testing.parent import Parent
 
 
 def run_scenario(setup: Setup, name: str) -> dict[str, object]:
@@ -33,10 +33,10 @@ def run_scenario(setup: Setup, name: str) -> dict[str, object]:
 
 
 def main(setup_text: str) -> None:
-    own_stdout()
+    parent = Parent()
     setup = Setup.from_json(setup_text)
     for line in sys.stdin:
-        say(**run_scenario(setup, json.loads(line)["scenario"]))
+        parent.say(run_scenario(setup, json.loads(line)["scenario"]))
 
 
 if __name__ == "__main__":

@@ -58,7 +58,8 @@ class Rig:
         """An untouched pool with as many pages as the owner's, of the same size."""
         spec = owner.spec
         layers = spec.num_layers if num_layers is None else num_layers
-        made = make_pool(self.setup.memory, layers, spec.num_pages, spec.page_bytes, gap, sparse=spec.sparse)
+        size = (layers, spec.num_pages, spec.page_bytes, gap)
+        made = make_pool(self.setup.memory, *size, sparse=spec.sparse, device=self.setup.devices[1])
         self._stack.callback(made.close)
         return made
 
@@ -77,6 +78,11 @@ class Rig:
         backend = self.backend(*pool.regions)
         backend.connect(owner.peer)
         return owner, pool, backend
+
+    @property
+    def big(self) -> dict[str, int]:
+        """The spec of an owner whose pull takes long enough to be met in the middle."""
+        return {"num_layers": 2, "num_pages": self.setup.big_pages, "page_bytes": 65536}
 
     def close(self) -> None:
         self._stack.close()

@@ -9,11 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 from pdlink.errors import DeadlineExceeded, InvalidInput
+from pdlink.testing.child import Child, ChildEnded
 from pdlink.testing.conformance.catalogue import SCENARIOS
-from pdlink.testing.conformance.child import Child, ChildEnded
 from pdlink.testing.conformance.setup import Result, Setup
-
-SCENARIO_TIMEOUT_S = 55.0
 
 
 def scenario_names() -> tuple[str, ...]:
@@ -22,24 +20,33 @@ def scenario_names() -> tuple[str, ...]:
 
 
 class Runner:
-    """Runs scenarios in one reader process, and in a new one after a scenario that took it down. `close` at the end."""
+    """Runs scenarios in one reader process, and in a new one after a scenario that failed or took it down.
+
+    `close` at the end. Raises `InvalidInput` for a setup that leaves out an unknown scenario.
+    """
 
     def __init__(self, setup: Setup) -> None:
+        for name in setup.leaves_out:
+            _check_known(name)
         self.setup = setup
         self._reader: Child | None = None
 
-    def run(self, name: str, timeout_s: float = SCENARIO_TIMEOUT_S) -> Result:
+    def run(self, name: str) -> Result:
         """Run one scenario. Raises `InvalidInput` for an unknown name."""
-        if name not in SCENARIOS:
-            raise InvalidInput(f"no conformance scenario is called {name!r}; known ones: {', '.join(SCENARIOS)}")
+        _check_known(name)
+        if reason := self.setup.leaves_out.get(name):
+            return Result(name, "skipped", reason)
+        timeout_s = self.setup.scenario_timeout_s
         if self._reader is None:
             arguments = [self.setup.to_json()]
             self._reader = Child("reader", "pdlink.testing.conformance.reader", arguments, self.setup.env)
         try:
-            return Result(scenario=name, **self._reader.ask(timeout_s, scenario=name))
+            result = Result(scenario=name, **self._reader.ask(timeout_s, scenario=name))
         except (ChildEnded, DeadlineExceeded) as error:
-            self._end_reader()
-            return Result(name, "failed", str(error), timeout_s)
+            result = Result(name, "failed", str(error), timeout_s)
+        if result.failed:
+            self._end_reader()  # who knows what it left there
+        return result
 
     def close(self) -> int:
         """End the reader; returns its exit code, which is 0 unless a library decided otherwise."""
@@ -52,6 +59,11 @@ class Runner:
             with suppress(ChildEnded):
                 reader.kill()
             reader.close()
+
+
+def _check_known(name: str) -> None:
+    if name not in SCENARIOS:
+        raise InvalidInput(f"no conformance scenario is called {name!r}; known ones: {', '.join(SCENARIOS)}")
 
 
 def run_conformance(

@@ -27,7 +27,6 @@ from pdlink.testing.conformance.rig import (
     refused,
     whole,
 )
-from pdlink.testing.conformance.scenarios_peers import BIG
 
 JOIN_TIMEOUT_S = 40.0
 PULLS_PER_THREAD = 10
@@ -35,7 +34,7 @@ PULLS_PER_THREAD = 10
 
 def a_cancelled_pull_is_quiet_when_it_says_so(rig: Rig) -> None:
     """Settle in the middle of a pull from a healthy peer, until it says QUIET; then nothing lands."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     give_up = time.monotonic() + PULL_TIMEOUT_S
     while backend.settle(handle) is Settled.NOT_QUIET:
@@ -63,7 +62,7 @@ def a_pull_that_is_done_settles_at_once_and_stays_done(rig: Rig) -> None:
 
 def a_fence_in_the_middle_of_a_pull_makes_it_quiet(rig: Rig) -> None:
     """Fencing a healthy peer: nothing lands, the peer must be connected again, and then works."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     check(owner.peer.worker_id in backend.fence(owner.peer), "a fence does not name the peer that it breaks")
     hand_out_again(pool)
@@ -95,7 +94,7 @@ def closing_twice_is_fine_and_nothing_works_afterwards(rig: Rig) -> None:
 
 
 def closing_in_the_middle_of_a_pull_makes_it_quiet(rig: Rig) -> None:
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     pull_part(backend, whole(owner, pool), pool)
     backend.close()
     hand_out_again(pool)

@@ -27,13 +27,12 @@ from pdlink.testing.conformance.rig import (
 )
 from pdlink.testing.pattern import PatternPool
 
-BIG = {"num_layers": 2, "num_pages": 1024, "page_bytes": 65536}  # 128 MiB: long enough to be met in the middle
 PROGRESS_S = 1.0
 
 
 def a_peer_killed_in_the_middle_of_a_pull_leaves_exact_or_quiet_pages(rig: Rig) -> None:
     """kill -9 of the owner."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     owner.process.kill()
     _ends_by_the_rule(rig, owner, pool, backend, handle)
@@ -41,7 +40,7 @@ def a_peer_killed_in_the_middle_of_a_pull_leaves_exact_or_quiet_pages(rig: Rig) 
 
 def a_stopped_peer_that_never_resumes_costs_a_bounded_time(rig: Rig) -> None:
     """SIGSTOP of the owner; the fence is what ends the pull."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     owner.process.stop()
     _ends_by_the_rule(rig, owner, pool, backend, handle)
@@ -50,7 +49,7 @@ def a_stopped_peer_that_never_resumes_costs_a_bounded_time(rig: Rig) -> None:
 
 def a_stopped_peer_that_resumes_after_the_fence_writes_nothing(rig: Rig) -> None:
     """SIGSTOP, fence, hand the pages out, SIGCONT: what was under way must not land in pages of others."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     owner.process.stop()
     if not _ends_by_the_rule(rig, owner, pool, backend, handle):
@@ -62,7 +61,7 @@ def a_stopped_peer_that_resumes_after_the_fence_writes_nothing(rig: Rig) -> None
 
 def a_stopped_peer_that_is_killed_after_the_fence_writes_nothing(rig: Rig) -> None:
     """SIGSTOP, fence, hand the pages out, SIGKILL."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     owner.process.stop()
     if _ends_by_the_rule(rig, owner, pool, backend, handle):
@@ -72,7 +71,7 @@ def a_stopped_peer_that_is_killed_after_the_fence_writes_nothing(rig: Rig) -> No
 
 def a_peer_that_was_stopped_before_a_pull_costs_a_bounded_time(rig: Rig) -> None:
     """A connected peer is frozen, then pulled from; when it resumes afterwards, nothing lands."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     pull(backend, whole(owner, pool))
     hand_out_again(pool)
     owner.process.stop()
@@ -114,7 +113,7 @@ def a_dead_peer_is_an_error_in_bounded_time(rig: Rig) -> None:
 
 def other_peers_go_on_when_one_is_fenced(rig: Rig) -> None:
     """Two owners; one is frozen and fenced, the other is pulled from before, meanwhile and after."""
-    frozen, pool, backend = rig.ready(**BIG)
+    frozen, pool, backend = rig.ready(**rig.big)
     healthy = rig.owner(num_layers=1, num_pages=64)
     other = rig.pool(healthy)
     for region in other.regions:
@@ -136,7 +135,7 @@ def other_peers_go_on_when_one_is_fenced(rig: Rig) -> None:
 
 def an_owner_that_deregisters_under_a_pull_leaves_exact_or_quiet_pages(rig: Rig) -> None:
     """The owner takes its regions back while they are read; their memory stays as it is."""
-    owner, pool, backend = rig.ready(**BIG)
+    owner, pool, backend = rig.ready(**rig.big)
     handle = pull_part(backend, whole(owner, pool), pool)
     owner.deregister()
     _ends_by_the_rule(rig, owner, pool, backend, handle)

@@ -20,6 +20,8 @@ class MemorySource(StrEnum):
     """Segments of `pdlink.backends.shm`, which other processes can map."""
     PRIVATE = "private"
     """Anonymous memory of the process, as an engine's own tensors are."""
+    CUDA = "cuda"
+    """Tensors on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,10 @@ class Setup:
     how long `fence` may take, `watch_s` how long pages are watched for bytes that land late, and `idle_s` how long a
     link is left alone before it must still work. `num_thread_peers` is the number of threads that pull at once.
     `owners_may_end` says of an engine that it is known to end an owner's process whose reader went away in the middle
-    of a pull.
+    of a pull. `big_pages` is how many pages of 64 KiB of each of two layers take long enough to be met in the middle.
+    `devices` are the GPUs of owner and reader, for memory that lies on one. `start_timeout_s` bounds the start of an
+    owner's process, `scenario_timeout_s` a whole scenario. `leaves_out` names scenarios that make no sense for this
+    backend or memory, each with the reason; they are reported as skipped.
     """
 
     backend: str
@@ -43,12 +48,21 @@ class Setup:
     idle_s: float = 6.0
     num_thread_peers: int = 16
     owners_may_end: bool = False
+    big_pages: int = 1024
+    devices: tuple[int, int] = (0, 0)
+    start_timeout_s: float = 60.0
+    scenario_timeout_s: float = 55.0
+    leaves_out: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.backend:
             raise InvalidInput("a conformance setup needs the name of a backend, or module:callable")
-        if min(self.fence_timeout_s, self.watch_s) <= 0 or self.idle_s < 0 or self.num_thread_peers < 1:
-            raise InvalidInput(f"conformance setup {self.title!r} has a time or a count below its least value")
+        times = (self.fence_timeout_s, self.watch_s, self.start_timeout_s, self.scenario_timeout_s)
+        counts = (self.num_thread_peers, self.big_pages)
+        if min(times) <= 0 or self.idle_s < 0 or min(counts) < 1 or min(self.devices) < 0:
+            raise InvalidInput(
+                f"conformance setup {self.title!r} has a time, a count or a device below its least value"
+            )
 
     @property
     def title(self) -> str:
@@ -60,7 +74,8 @@ class Setup:
     @classmethod
     def from_json(cls, text: str) -> Setup:
         values = json.loads(text)
-        return cls(**{**values, "memory": MemorySource(values["memory"])})
+        devices = values["devices"][0], values["devices"][1]
+        return cls(**{**values, "memory": MemorySource(values["memory"]), "devices": devices})
 
     def make(self) -> Backend:
         """A new instance of the backend, in this process."""
