@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdlink.transfer.states import ReceiverState
-from tests.link.world import walk
+from tests.link.world.lives import walk
 
 
 @pytest.fixture(autouse=True)
