@@ -53,7 +53,7 @@ class Model:
             self.valid = None
         for key in self.keys:
             if owns(self.pool, *key):
-                assert np.array_equal(self.pool.region_tensor(*key).numpy(), self.truth[key]), key
+                assert np.array_equal(self.pool.region_tensor(*key).cpu().numpy(), self.truth[key]), key
 
     def begin(self) -> None:
         pages = self.random.permutation(NUM_PAGES)
@@ -99,7 +99,7 @@ class Model:
 
     def compact(self) -> None:
         key = self.key()
-        pages, remap = self.pool.read_compacted(*key)
+        pages, remap = (one.cpu() for one in self.pool.read_compacted(*key))
         spread = torch.zeros((NUM_PAGES, pages.shape[1]), dtype=torch.uint8)
         spread[remap >= 0] = pages[remap[remap >= 0]]
         assert set((self.prefix // self.size).tolist()) == set(torch.nonzero(remap >= 0).flatten().tolist())
@@ -113,7 +113,7 @@ class Model:
             came = self.pool.rows(*key, field.name, torch.from_numpy(slots))
             start = sum(one.token_bytes for one in self.layout.component(key[0]).fields if one.offset < field.offset)
             want = rows_of(self.truth[key], self.layout, key[0], slots)
-            assert np.array_equal(came.numpy(), want[:, start : start + field.token_bytes].reshape(came.shape))
+            assert np.array_equal(came.cpu().numpy(), want[:, start : start + field.token_bytes].reshape(came.shape))
 
     def pick(self, slots: np.ndarray, limit: int) -> np.ndarray:
         count = int(self.random.integers(0, min(limit, len(slots)) + 1))
@@ -155,7 +155,7 @@ class Model:
         mine = owns(self.pool, *key)
         self.pool.restore(*key, pages.tolist(), torch.from_numpy(data) if mine else None)
         if mine:
-            assert torch.equal(self.pool.backup(*key, pages.tolist()), torch.from_numpy(data))
+            assert torch.equal(self.pool.backup(*key, pages.tolist()).cpu(), torch.from_numpy(data))
         self.truth[key][pages] = data
         if self.valid is not None:
             self.valid[key] |= set((pages[:, None] * self.size + np.arange(self.size)).reshape(-1).tolist())
