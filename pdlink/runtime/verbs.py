@@ -84,6 +84,7 @@ class DecodeVerbs(Protocol):
         readers: ReaderSet | None = None,
         dp: int = 0,
         expect_aux: bool = False,
+        trace_parent: str = "",
     ) -> Receiver: ...
 
     def explain(self, prefill: PrefillInstance) -> dict[str, str]: ...

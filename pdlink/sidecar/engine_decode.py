@@ -21,6 +21,7 @@ from pdlink.sidecar.engine_worker import EngineWorker
 from pdlink.sidecar.stream import EngineStream, SidecarGone
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.states import ReceiverState
+from pdlink.transfer.trace_parent import clean
 from pdlink.v1 import sidecar_pb2 as pb
 
 
@@ -93,6 +94,7 @@ class SidecarDecode(EngineWorker):
         readers: ReaderSet | None = None,
         dp: int = 0,
         expect_aux: bool = False,
+        trace_parent: str = "",
     ) -> Receiver:
         """As `DecodeWorker.receive`, and `SidecarGone` while the sidecar is away. One round trip."""
         if min(num_tokens, prefix_tokens, dp) < 0:
@@ -109,6 +111,7 @@ class SidecarDecode(EngineWorker):
             readers=wire.pack_readers(readers) if readers else None,
             dp=dp,
             expect_aux=expect_aux,
+            trace_parent=clean(trace_parent),
         )
         made: list[Receiver] = []
 

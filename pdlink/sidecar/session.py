@@ -189,6 +189,7 @@ class Session:
             readers=wire.unpack_readers(message),
             dp=message.dp,
             expect_aux=message.expect_aux,
+            trace_parent=message.trace_parent,
         )
         answer.attempt = receiver.attempt
         self._receivers[number] = receiver

@@ -32,6 +32,35 @@ class Opened(_message.Message):
     backends: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, socket: _Optional[str] = ..., lifeline: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ...) -> None: ...
 
+class StandRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StandResponse(_message.Message):
+    __slots__ = ("health", "readiness")
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    READINESS_FIELD_NUMBER: _ClassVar[int]
+    health: Standing
+    readiness: Standing
+    def __init__(self, health: _Optional[_Union[Standing, _Mapping]] = ..., readiness: _Optional[_Union[Standing, _Mapping]] = ...) -> None: ...
+
+class Standing(_message.Message):
+    __slots__ = ("ok", "reasons", "parts")
+    class PartsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    OK_FIELD_NUMBER: _ClassVar[int]
+    REASONS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    reasons: _containers.RepeatedScalarFieldContainer[str]
+    parts: _containers.ScalarMap[str, str]
+    def __init__(self, ok: _Optional[bool] = ..., reasons: _Optional[_Iterable[str]] = ..., parts: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
 class EngineMessage(_message.Message):
     __slots__ = ("call", "attach_prefill", "attach_decode", "detach", "await_registered", "open", "publish", "withdraw", "abort_sender", "receive", "abort_receive", "ask_waits", "explain")
     CALL_FIELD_NUMBER: _ClassVar[int]
@@ -237,7 +266,7 @@ class PrefillInstanceName(_message.Message):
     def __init__(self, name: _Optional[str] = ..., bootstraps: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Receive(_message.Message):
-    __slots__ = ("worker", "receiver", "transfer_id", "prefill", "pages", "num_tokens", "prefix_tokens", "readers", "dp", "expect_aux")
+    __slots__ = ("worker", "receiver", "transfer_id", "prefill", "pages", "num_tokens", "prefix_tokens", "readers", "dp", "expect_aux", "trace_parent")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +277,7 @@ class Receive(_message.Message):
     READERS_FIELD_NUMBER: _ClassVar[int]
     DP_FIELD_NUMBER: _ClassVar[int]
     EXPECT_AUX_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
     worker: int
     receiver: int
     transfer_id: str
@@ -258,7 +288,8 @@ class Receive(_message.Message):
     readers: _common_pb2.ReaderSet
     dp: int
     expect_aux: bool
-    def __init__(self, worker: _Optional[int] = ..., receiver: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prefill: _Optional[_Union[PrefillInstanceName, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., dp: _Optional[int] = ..., expect_aux: _Optional[bool] = ...) -> None: ...
+    trace_parent: str
+    def __init__(self, worker: _Optional[int] = ..., receiver: _Optional[int] = ..., transfer_id: _Optional[str] = ..., prefill: _Optional[_Union[PrefillInstanceName, _Mapping]] = ..., pages: _Optional[_Iterable[_Union[GroupPages, _Mapping]]] = ..., num_tokens: _Optional[int] = ..., prefix_tokens: _Optional[int] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., dp: _Optional[int] = ..., expect_aux: _Optional[bool] = ..., trace_parent: _Optional[str] = ...) -> None: ...
 
 class AbortReceive(_message.Message):
     __slots__ = ("receiver", "text")

@@ -116,6 +116,11 @@ class SidecarEngineStub:
                 request_serializer=pdlink_dot_v1_dot_sidecar__pb2.EngineMessage.SerializeToString,
                 response_deserializer=pdlink_dot_v1_dot_sidecar__pb2.SidecarMessage.FromString,
                 _registered_method=True)
+        self.Stand = channel.unary_unary(
+                '/pdlink.v1.SidecarEngine/Stand',
+                request_serializer=pdlink_dot_v1_dot_sidecar__pb2.StandRequest.SerializeToString,
+                response_deserializer=pdlink_dot_v1_dot_sidecar__pb2.StandResponse.FromString,
+                _registered_method=True)
 
 
 class SidecarEngineServicer:
@@ -129,6 +134,13 @@ class SidecarEngineServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Stand(self, request, context):
+        """How that process stands. Asked by its sidecar, when that is probed or scraped.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SidecarEngineServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,6 +148,11 @@ def add_SidecarEngineServicer_to_server(servicer, server):
                     servicer.Run,
                     request_deserializer=pdlink_dot_v1_dot_sidecar__pb2.EngineMessage.FromString,
                     response_serializer=pdlink_dot_v1_dot_sidecar__pb2.SidecarMessage.SerializeToString,
+            ),
+            'Stand': grpc.unary_unary_rpc_method_handler(
+                    servicer.Stand,
+                    request_deserializer=pdlink_dot_v1_dot_sidecar__pb2.StandRequest.FromString,
+                    response_serializer=pdlink_dot_v1_dot_sidecar__pb2.StandResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -166,6 +183,33 @@ class SidecarEngine:
             '/pdlink.v1.SidecarEngine/Run',
             pdlink_dot_v1_dot_sidecar__pb2.EngineMessage.SerializeToString,
             pdlink_dot_v1_dot_sidecar__pb2.SidecarMessage.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Stand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdlink.v1.SidecarEngine/Stand',
+            pdlink_dot_v1_dot_sidecar__pb2.StandRequest.SerializeToString,
+            pdlink_dot_v1_dot_sidecar__pb2.StandResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -203,3 +203,17 @@ def test_while_no_sidecar_answers_requests_are_refused_at_once(link: Link) -> No
         worker.close()
         with pytest.raises(SidecarGone, match=r"no sidecar answers|process for this engine is gone"):
             node.decode("later", make_layout(), pool.regions)
+
+
+def test_the_trace_context_of_an_engine_reaches_the_owner_through_the_sidecar(link: Link) -> None:
+    with contextlib.ExitStack() as stack:
+        rig = Rig(stack, link.rig.folder)
+        node, heard = rig.node(), []
+        node.events.subscribe(heard.append)
+        rig.prefill(node).open("trace", SOURCE).publish(SOURCE, last=True)
+        context = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        told = ("trace", rig.instance, {"kv": TARGET}, len(TARGET) * PAGE_SIZE)
+        link.decode.worker.receive(*told, trace_parent=context).wait(PATIENCE_S)
+        assert wait_until(lambda: any(one.name == "request.end" for one in heard))
+    (ended,) = [one.fields for one in heard if one.name == "request.end"]
+    assert (ended["state"], ended["trace_parent"]) == ("released", context)
