@@ -11,12 +11,15 @@ import pytest
 
 LONG = (
     "tests/demo/test_demo_runs.py",
-    "tests/link/test_backend_cases.py",
+    "tests/link/test_backend_stops.py",
+    "tests/link/test_backend_reuse.py",
     "tests/conformance/test_conformance.py",
     "tests/memory/test_pool_worlds.py",
     "tests/faults/test_cluster.py",
     "tests/demo/test_demo_damage.py",
     "tests/demo/test_demo_refusals.py",
+    "tests/link/test_backend_late_writes.py",
+    "tests/link/test_backend_owners.py",
     "tests/faults/test_restart.py",
     "tests/faults/test_requests.py",
     "tests/cli/test_bench_transfer.py",

@@ -1,6 +1,6 @@
 """Whole links over one transport: a decode rank in this process, prefill ranks in others, and what may go wrong.
 
-Run by `test_backend_cases` with the name of a case, of a transport and of a way, and the case's own options, as JSON.
+Run by `backend_runs` with the name of a case, of a transport and of a way, and the case's own options, as JSON.
 The transport's libraries stay loaded until a process ends, so that every case has one of its own.
 """
 

@@ -1,0 +1,43 @@
+"""Owns how tests run a case of `backend_cases`: over which transports and ways, and in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import processes
+from tests.link.transports import TRANSPORTS
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 240
+TEST_LIMIT_S = LIMIT_S + 10
+"""For a test of one case, whose own limit is the one that is to speak."""
+
+
+def over(*, quick: tuple[str, ...]):
+    """Parametrises over transports and ways. `quick` of the ways run in every run, the others are slow."""
+    params = [
+        pytest.param(
+            name,
+            way,
+            id=f"{name}-{way}",
+            marks=[pytest.mark.backend(name), *([] if way in quick else [pytest.mark.slow])],
+        )
+        for name in TRANSPORTS
+        for way in ("direct", "staged")
+    ]
+    return pytest.mark.parametrize(("transport", "way"), params)
+
+
+def run_case(case: str, transport: str, way: str, limit_s: float = LIMIT_S, **options: object) -> None:
+    """Run it in a process of its own and insist on a good end of that."""
+    if reason := TRANSPORTS[transport].missing():
+        pytest.skip(reason)
+    command = [sys.executable, "-m", "tests.link.backend_cases", case, transport, way, json.dumps(options)]
+    env = {**os.environ, **TRANSPORTS[transport].env}
+    done = processes.run(command, cwd=ROOT, env=env, timeout_s=limit_s)
+    assert done.returncode == 0, done.stderr[-6000:]
