@@ -12,6 +12,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from pdlink.memory.epochs import end_of
 from pdlink.memory.lockstep import NUM_WORDS, RECORD_NBYTES, Step, StepKind, name_rank, unpack
 
 # Words of a board; each epoch has a cache line of its own, so that a wait for one does not slow the others.
-_WRITTEN, _READ, _FAILED = 0, 8, 16
+_WRITTEN, _READ, _FAILED, _LEFT = 0, 8, 16, 17
 _RECORDS = (24, 24 + NUM_WORDS)
 _NUM_WORDS = 24 + 2 * NUM_WORDS
 BOARD_NBYTES = _NUM_WORDS * 8
@@ -139,6 +140,22 @@ class PeerBoards:
     def confirm(self, forward: int, what: str) -> None:
         """Nothing to wait for: on the host a gather that has returned is over, and was right."""
 
+    def leave(self, timeout_s: float) -> None:
+        """Say that this rank uses nothing of the others any more, and return when they say so too, or have ended.
+
+        After `timeout_s` it returns all the same.
+        """
+        self._own[_LEFT] = 1
+        with suppress(DeadlineExceeded, PeerGone):
+            self._wait(
+                lambda: [rank for rank, words in enumerate(self._words) if not words[_LEFT]],
+                0,
+                "the end of a pool",
+                "still has this rank's memory mapped",
+                heed_failures=False,
+                timeout_s=timeout_s,
+            )
+
     def close(self) -> None:
         """Unmap the others' boards and remove the own one; twice is fine."""
         # The words are views of the mappings: they have to go first.
@@ -170,8 +187,11 @@ class PeerBoards:
         complaint: str,
         *,
         heed_failures: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
-        """Look until `late` names no rank. Raises when one of them fails, ends, or takes longer than `timeout_s`."""
+        """Look until `late` names no rank. Raises when one of them fails, ends, or takes longer than `timeout_s` (None:
+        that of all waits)."""
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         ranks = late()
         if not ranks:
             return
@@ -187,9 +207,9 @@ class PeerBoards:
             if now - pulse >= _PULSE_S:
                 pulse = now
                 self._check_alive(ranks, what)
-            if now - started > self.timeout_s:
+            if now - started > limit_s:
                 names = ", ".join(name_rank(rank, self.global_ranks) for rank in ranks)
-                raise DeadlineExceeded(f"{what}: waited {self.timeout_s:g} s for {names}, which {complaint}")
+                raise DeadlineExceeded(f"{what}: waited {limit_s:g} s for {names}, which {complaint}")
 
     def _check_failures(self, ranks: list[int], forward: int, what: str) -> None:
         for rank in ranks:

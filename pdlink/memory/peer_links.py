@@ -25,6 +25,7 @@ from pdlink.memory.peer_regions import MappedLayers, Place, describe_regions, re
 from pdlink.memory.pool_device import DeviceMemory
 
 _PLACE_NBYTES = 64
+_LEAVE_S = 5.0
 
 
 class Boards(Protocol):
@@ -64,7 +65,8 @@ class Layers(Protocol):
 
 
 class PeerLinks:
-    """The boards and layers of all ranks of a group, as one of them has them for one pool. `close` twice is fine.
+    """The boards and layers of all ranks of a group, as one of them has them for one pool. `close` twice is fine; on
+    devices it waits a while for the others to close theirs.
 
     Making them is collective: every rank shows its own and maps the others'. Raises `PeerGone`, `RegionError`,
     `BackendUnavailable` and what the communicator raises, with nothing left behind.
@@ -115,10 +117,15 @@ class PeerLinks:
 
     def close(self) -> None:
         if self._device is not None and self._opened:
-            # What cannot end is given up: it is bounded by its own time limits, and its device by nothing else.
+            # Waits of the COMPUTE lane look at mapped words as well. What cannot end is given up: it is bounded by its
+            # own time limits, and its device by nothing else.
+            self._device.fork()
             with suppress(PdlinkError):
                 wait_until_over(self._device, self._device.mark(), self._timeout_s, "the end of gathers")
         for one in reversed(self._opened):
+            if isinstance(one, PeerBoards) and self._device is not None:
+                # Memory of a device may not be freed while a peer has it mapped; this rank has just let go of theirs.
+                one.leave(min(self._timeout_s, _LEAVE_S))
             one.close()
         self._opened.clear()
         if self._words is not None:
