@@ -36,8 +36,9 @@ class Subscribe:
     `fingerprint` is filled in only when decode already knows that the layouts differ, so that prefill can name the
     field; `next_sequence` is the first Ready that the reader has not seen, and asks for it again. `stage_bytes` is the
     size of the pieces into which it will cut staged pulls (0: nothing is to be staged unasked), `stage_pieces` how many
-    of them may be staged unasked per publication; both stay as they are while the attempt lasts. `trace_parent` is the
-    W3C trace context of the engine's request, where it has one.
+    of them may be staged unasked per publication. `trace_parent` is the W3C trace context of the engine's request,
+    where it has one. `parts` is what the reader holds of components of which it pulls no whole pages from this worker.
+    What is staged, and `parts`, stay as they are while the attempt lasts.
     """
 
     protocol: ProtocolRange
@@ -51,6 +52,7 @@ class Subscribe:
     stage_bytes: int = 0
     stage_pieces: int = 0
     trace_parent: str = ""
+    parts: Mapping[str, Part] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,9 @@ class Ready:
     """Prefill -> decode: pages of layers that are final, in the page positions from `start_page` on.
 
     `page_ids` is int64 [n] of the prefill rank's own pool; `aux` is None except with `last` of the elected owner;
-    `digests` has a row for each of `cells_in_order(layers)`, and a column for each page; those of a kind that is not
-    known here may be missing from it. `staged_pieces` says how many of the first pieces are staged unasked (see
-    `transfer/ahead.py`).
+    `digests` has a row for each of `cells_in_order(layers)`, and a column for each page: of packed pages for components
+    in the `parts` of the Subscribe. Those of a kind that is not known here may be missing from it.
+    `staged_pieces` says how many of the first pieces are staged unasked (see `transfer/ahead.py`).
     """
 
     sequence: int

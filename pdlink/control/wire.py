@@ -136,6 +136,23 @@ def _layers(messages: Any) -> dict[str, tuple[int, ...]]:
     return sets
 
 
+def _pack_parts(parts: Mapping[str, Part], out: Any) -> None:
+    for name, part in parts.items():
+        ends = {"token_index": part.token_index, "token_count": part.token_count}
+        out.add(component=name, head_index=part.head_index, head_count=part.head_count, **ends)
+
+
+def _parts(messages: Any) -> dict[str, Part]:
+    parts: dict[str, Part] = {}
+    _need(len(messages) <= MAX_SPANS, "too many parts")
+    for one in messages:
+        _need(one.component not in parts, f"component {one.component!r} has two parts")
+        holds = one.head_index < one.head_count and one.token_index < one.token_count
+        _need(holds, f"a part of {one.component!r} that is none")
+        parts[one.component] = Part(one.head_index, one.head_count, one.token_index, one.token_count)
+    return parts
+
+
 # --- bodies ---------------------------------------------------------------------------------------
 
 
@@ -157,6 +174,7 @@ def _pack_subscribe(body: fr.Subscribe, out: pb.Subscribe) -> None:
     out.backends.extend(body.backends)
     out.stage_bytes, out.stage_pieces = body.stage_bytes, body.stage_pieces
     out.trace_parent = body.trace_parent
+    _pack_parts(body.parts, out.parts)
 
 
 def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
@@ -176,6 +194,7 @@ def _subscribe(message: pb.Subscribe) -> fr.Subscribe:
         message.stage_bytes,
         message.stage_pieces,
         clean(message.trace_parent),
+        _parts(message.parts),
     )
 
 
@@ -265,19 +284,13 @@ def _pack_stage(body: fr.Stage, out: pb.Stage) -> None:
     out.ticket, out.sequence = body.ticket, body.sequence
     out.first_page, out.num_pages = body.first_page, body.num_pages
     _pack_layers(body.layers, out.layers)
-    for name, part in body.parts.items():
-        ends = {"token_index": part.token_index, "token_count": part.token_count}
-        out.parts.add(component=name, head_index=part.head_index, head_count=part.head_count, **ends)
+    _pack_parts(body.parts, out.parts)
 
 
 def _stage(message: pb.Stage) -> fr.Stage:
-    layers, parts = _layers(message.layers), dict[str, Part]()
-    for one in message.parts:
-        _need(one.component in layers, f"a part of {one.component!r}, of which no layer is listed")
-        _need(one.component not in parts, f"component {one.component!r} has two parts")
-        holds = one.head_index < one.head_count and one.token_index < one.token_count
-        _need(holds, f"a part of {one.component!r} that is none")
-        parts[one.component] = Part(one.head_index, one.head_count, one.token_index, one.token_count)
+    layers, parts = _layers(message.layers), _parts(message.parts)
+    for name in parts:
+        _need(name in layers, f"a part of {name!r}, of which no layer is listed")
     return fr.Stage(message.ticket, message.sequence, message.first_page, message.num_pages, layers, parts)
 
 

@@ -325,8 +325,6 @@ class Merge:
         stop = min(body.start_page + len(body.page_ids), first + self.request.num_pages.get(body.group, 0))
         if not len(rows) or start >= stop:
             return
-        if self._settings.verify_digests and planner.groups[body.group].landing(rows) is not None:
-            raise PlanError("digests are of whole pages, and pages of this side are made of parts of them")
         if body.digests is None and self._settings.verify_digests:
             raise PlanError(
                 f"{worker_id} sends no digests and this side verifies them; set PDLINK_VERIFY_DIGESTS alike on both"
@@ -345,7 +343,7 @@ class Merge:
         cells = tuple(plan.cells[row] for row in rows.tolist())
         landing = plan.landing(rows)
         digests = None
-        if body.digests is not None and landing is None:
+        if body.digests is not None:
             order = {cell: row for row, cell in enumerate(cells_in_order(body.layers))}
             digests = body.digests.part([order[cell] for cell in cells], cut)
         is_whole = stop - start == len(body.page_ids) and len(rows) == sum(len(ids) for ids in body.layers.values())

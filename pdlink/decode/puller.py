@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
+
 from pdlink.backends.base import Backend
 from pdlink.bootstrap.messages import RankInfo
 from pdlink.config import Settings
@@ -35,8 +37,9 @@ from pdlink.events import Events
 from pdlink.layout.regions import Region
 from pdlink.threads import Death, OnDeath, SupervisedThread
 from pdlink.transfer.ahead import Ahead, ahead_ticket
-from pdlink.transfer.digests import Digester, DigestKind, first_difference, page_digests
+from pdlink.transfer.digests import Digester, DigestKind, Digests, first_difference, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.packing import split_turns
 from pdlink.transfer.timings import PullTimings
 from pdlink.transfer.ways import Way
 
@@ -379,7 +382,7 @@ class Puller:
             return None
         began = time.perf_counter()
         try:
-            found = self._digest(DigestKind(told.kind), job.regions, job.pull.pages)
+            found = self._digests(DigestKind(told.kind), job)
         except BackendError as error:
             return self._cause(error)
         finally:
@@ -389,3 +392,16 @@ class Puller:
             return None
         region, page = job.regions[wrong[0]], int(job.pull.pages[wrong[1]])
         return wrong_page(self.rank.worker_id, region, page, told.kind, int(found[wrong]), int(told.values[wrong]))
+
+    def _digests(self, kind: DigestKind, job: PullJob) -> Digests:
+        """uint64 [rows, pages]: of what has landed, packed as its owner digests it where pages did not go whole."""
+        pages, landing = job.pull.pages, job.pull.landing
+        if landing is None:
+            return self._digest(kind, job.regions, pages)
+        found = np.zeros((len(job.regions), len(pages)), dtype=np.uint64)
+        bases = np.array([one.base_address for one in job.regions], dtype=np.int64)
+        turns = split_turns(job.pull.first_page, len(pages), len(landing.tables))
+        for table, mine in zip(landing.tables, turns, strict=True):
+            if len(mine):
+                found[:, mine] = self._digest(kind, job.regions, pages[mine], runs=table.runs_in(bases))
+        return found

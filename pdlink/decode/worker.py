@@ -493,6 +493,7 @@ class DecodeWorker:
         if worker_id not in live.ahead:
             live.ahead[worker_id] = self._stage_ahead(live, worker_id)
         ahead = live.ahead[worker_id] or Ahead(0, 0)
+        planner = live.link.plan(live.merge.request.dp).planner if live.link and worker_id else None
         return Subscribe(
             self._side.protocol,
             self._side.fingerprint.digest,
@@ -505,6 +506,7 @@ class DecodeWorker:
             ahead.piece_bytes,
             ahead.num_pieces,
             live.trace_parent,
+            planner.parts_from(worker_id) if planner else {},
         )
 
     def _stage_ahead(self, live: Live, worker_id: str) -> Ahead | None:

@@ -13,7 +13,7 @@ from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import OwnedLayers
 from pdlink.layout.parts import Part
 from pdlink.layout.regions import Region
-from pdlink.prefill.publication import Publication
+from pdlink.prefill.publication import Parts, Publication
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.digests import Digester, DigestKind, DigestTable, cells_in_order, page_digests
 
@@ -71,12 +71,12 @@ class Chunk:
         regions = [rank.regions[cell] for cell in cells_in_order(self.layers)]
         return DigestTable(rank.digest_kind, rank.digest(rank.digest_kind, regions, self.page_ids))
 
-    def publications(self, rank: RankFacts, sequence: int, digests: DigestTable | None) -> Iterator[Publication]:
+    def publications(
+        self, rank: RankFacts, sequence: int, digests: Mapping[Parts, DigestTable]
+    ) -> Iterator[Publication]:
         """As many as their frames need to stay within bounds, numbered from `sequence`; the last of them ends."""
-        step = MAX_PAGES_PER_FRAME
-        if digests is not None:
-            step = max(1, min(step, MAX_DIGESTS_PER_FRAME // len(digests.values)))
-        every_row = range(len(digests.values)) if digests else ()
+        num_rows = max((len(table.values) for table in digests.values()), default=0)
+        step = max(1, min(MAX_PAGES_PER_FRAME, MAX_DIGESTS_PER_FRAME // max(1, num_rows)))
         cuts = range(0, max(1, len(self.page_ids)), step)
         for number, cut in enumerate(cuts):
             ids = self.page_ids[cut : cut + step].copy()
@@ -90,7 +90,10 @@ class Chunk:
                 next(rank.generations),
                 ends,
                 self.aux if ends and rank.is_aux_owner else None,
-                digests.part(every_row, slice(cut, cut + step)) if digests else None,
+                {
+                    parts: table.part(range(len(table.values)), slice(cut, cut + step))
+                    for parts, table in digests.items()
+                },
             )
 
 

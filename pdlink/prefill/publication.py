@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 
 from pdlink.control.frames import Ready
 from pdlink.errors import StateError
+from pdlink.layout.parts import Part
 from pdlink.transfer.descriptors import Int64Array, PageRuns
 from pdlink.transfer.digests import DigestTable
 from pdlink.transfer.kept import Kept
@@ -16,10 +18,17 @@ from pdlink.transfer.packing import pack_runs
 
 MAX_KEPT_RUNS = 16
 
+Parts: TypeAlias = tuple[tuple[str, Part], ...]
+"""(component, what a reader holds of it), by name: of components of which it takes no whole pages."""
+WHOLE_PAGES: Parts = ()
+
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """Pages of layers that were declared final. `generation` changes before any of the pages is handed back."""
+    """Pages of layers that were declared final. `generation` changes before any of the pages is handed back.
+
+    `digests` are for readers of those parts, `WHOLE_PAGES` among them; empty where none are made.
+    """
 
     sequence: int
     group: str
@@ -29,14 +38,18 @@ class Publication:
     generation: int
     last: bool = False
     aux: bytes | None = None
-    digests: DigestTable | None = None
+    digests: dict[Parts, DigestTable] = field(default_factory=dict)
     _runs: Kept[tuple[int, int], PageRuns] = field(default_factory=lambda: Kept(MAX_KEPT_RUNS))
 
     def pack_runs(self, start: int, num_pages: int) -> PageRuns:
         """The page pairs that pack `num_pages` from `start` on, made once: most pieces have the same pages."""
         return self._runs.of((start, num_pages), lambda: pack_runs(self.page_ids[start : start + num_pages]))
 
-    def ready(self, staged_pieces: int = 0) -> Ready:
+    def is_digested(self, parts: Parts) -> bool:
+        """Whether a reader of `parts` may hear of it."""
+        return not self.digests or parts in self.digests
+
+    def ready(self, staged_pieces: int = 0, parts: Parts = WHOLE_PAGES) -> Ready:
         return Ready(
             self.sequence,
             self.group,
@@ -46,7 +59,7 @@ class Publication:
             self.generation,
             self.last,
             self.aux,
-            self.digests,
+            self.digests.get(parts),
             staged_pieces,
         )
 

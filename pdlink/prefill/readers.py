@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pdlink.control.frames import PageSpan
 from pdlink.layout.readers import ReaderSet
+from pdlink.prefill.publication import WHOLE_PAGES, Parts
 from pdlink.transfer.ahead import Ahead
 
 
@@ -31,6 +32,8 @@ class Reader:
     through: bool = False
     spans: tuple[PageSpan, ...] | None = None
     ahead: Ahead | None = None
+    parts: Parts = WHOLE_PAGES
+    """What it takes of pages, where that is not all."""
     told: int = 0
     """Sequence up to which publications were announced to it ever: none is staged unasked twice."""
     rival: float | None = None

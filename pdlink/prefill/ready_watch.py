@@ -1,5 +1,5 @@
-"""Owns the thread that looks whether a device has computed what an engine has published. It publishes nothing: a sender
-does, when it is told to look.
+"""Owns the thread that looks whether a device has computed what an engine has published, and on which pages are
+digested for readers that come late. It publishes and digests nothing: a sender does, when it is told to look.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class DeviceEvent(Protocol):
 
 
 class Waiter(Protocol):
-    """A request with publications that wait for a device."""
+    """A request with publications that wait for a device, or for digests."""
 
     def look_ready(self) -> bool:
-        """Publish what is computed; whether something still waits."""
+        """Publish what is computed, and digest what is to be; whether something still waits."""
 
     def fail(self, cause: Failure) -> None: ...
 
@@ -51,8 +51,8 @@ class ReadyWatch:
         self._thread: SupervisedThread | None = None
 
     def add(self, waiter: Waiter) -> None:
-        """Look at it until nothing of it waits, or fail it where nobody can. Any thread, under any lock but the
-        waiter's own: returns at once."""
+        """Look at it until nothing of it waits, or fail it where nobody can. Any thread, under any lock that is no
+        trouble to `fail`: returns at once."""
         failure = None
         with self._changed:
             if self._closed:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock, RLock
 from typing import Protocol, TypeAlias
@@ -31,11 +31,12 @@ from pdlink.control.frames import (
     Subscribed,
     Verdict,
 )
-from pdlink.errors import BackendError, LimitReached, StateError, TransferFailed
+from pdlink.errors import BackendError, LayoutError, LimitReached, StateError, TransferFailed
 from pdlink.layout.readers import ReaderSet
 from pdlink.prefill.chunk import Chunk, RankFacts, build_chunk
 from pdlink.prefill.packer import Key, Ticket
-from pdlink.prefill.publication import Publication, PublishedPages
+from pdlink.prefill.part_digests import digest_later, digest_parts, taken_parts
+from pdlink.prefill.publication import WHOLE_PAGES, Parts, Publication, PublishedPages
 from pdlink.prefill.readers import Reader, ReaderTable
 from pdlink.prefill.ready_watch import DeviceEvent
 from pdlink.transfer.accounts import log_end
@@ -190,8 +191,10 @@ class Sender:
             self._wait_for(self)
 
     def look_ready(self) -> bool:
-        """Publish what the device has computed; whether something still waits. By one thread, without the lock."""
+        """Publish what the device has computed, and digest for readers who came late; whether something still waits. By
+        one thread, without the lock."""
         while True:
+            self._digest_late()
             with self._lock:
                 if self._state.now.is_final:
                     self._waiting.clear()
@@ -262,8 +265,12 @@ class Sender:
         return self._readers.is_stranger(readers) or (reader is not None and reader.attempt != attempt)
 
     def on_subscribe(self, route: bytes, attempt: int, body: Subscribe) -> None:
-        now = self._clock()
+        now, parts = self._clock(), WHOLE_PAGES
         refusal = self._refusal(body.readers, attempt)
+        try:
+            parts = taken_parts(self._rank, body.parts)
+        except LayoutError as error:
+            refusal = refusal or Failure(FailureReason.PLAN, f"a reader takes what is not to be had: {error}")
         if refusal:
             self._send(route, attempt, Refused(refusal.at(self._state.now, self._rank.worker_id)))
             if self._state.now.is_final:
@@ -275,6 +282,8 @@ class Sender:
             self._send(route, attempt, Subscribed(self._rank.incarnation, 0, False))
             return
         reader = self._readers.admit(body.readers, attempt, route, now)
+        if reader.spans is None:
+            reader.parts = parts
         reader.spans = body.spans
         self._trace_parent = self._trace_parent or body.trace_parent
         reader.ahead = Ahead(body.stage_bytes, body.stage_pieces) if body.stage_bytes else None
@@ -386,17 +395,52 @@ class Sender:
 
     def _hash_and_add(self, chunk: Chunk) -> None:
         """Without the lock, because hashing takes long and the I/O thread would wait for it."""
+        with self._lock:
+            wanted = {reader.parts for reader in self._readers} - {WHOLE_PAGES}
+        digests: dict[Parts, DigestTable] = {}
         try:
-            digests = chunk.digests(self._rank)
+            if whole := chunk.digests(self._rank):
+                digests = {one: digest_parts(self._rank, chunk.layers, chunk.page_ids, one, whole) for one in wanted}
+                digests[WHOLE_PAGES] = whole
         except BackendError as error:
-            text = f"published pages could not be digested: {error}"
-            self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id))
+            self._fail_digests(error)
             return
         with self._lock:
             if not self._state.now.is_final:
                 self._add(chunk, digests)
 
-    def _add(self, chunk: Chunk, digests: DigestTable | None) -> None:
+    def _digest_late(self) -> None:
+        """As `_hash_and_add`, what was published before a reader came that takes parts of pages."""
+        while True:
+            with self._lock:
+                found = next(self._undigested(), None)
+            if found is None:
+                return
+            try:
+                made, wrong = digest_later(self._rank, *found)
+            except BackendError as error:
+                self._fail_digests(error)
+                return
+            with self._lock:
+                if wrong:
+                    self.fail(wrong)
+                found[0].digests.update(made)
+                if not self._state.now.is_final:
+                    self._announce()
+
+    def _undigested(self) -> Iterator[tuple[Publication, list[Parts]]]:
+        """Publications that readers wait for whose parts of them are not digested, and these parts."""
+        readers = [] if self._state.now.is_final else [one for one in self._readers if not one.through]
+        for publication in self._publications[min((one.seen for one in readers), default=0) :] if readers else ():
+            wanted = {one.parts for one in readers if one.seen <= publication.sequence}
+            if missing := [one for one in wanted if not publication.is_digested(one)]:
+                yield publication, missing
+
+    def _fail_digests(self, error: BackendError) -> None:
+        text = f"published pages could not be digested: {error}"
+        self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id))
+
+    def _add(self, chunk: Chunk, digests: Mapping[Parts, DigestTable]) -> None:
         self._publications += chunk.publications(self._rank, len(self._publications), digests)
         if self._state.now is SenderState.OPEN or chunk.last:
             self._state.advance(SenderState.PUBLISHED if chunk.last else SenderState.PUBLISHING)
@@ -406,17 +450,25 @@ class Sender:
         self._finish_when_through()
 
     def _announce(self) -> None:
+        """Tell readers of what they have not heard of, in its order, as far as it is digested for them."""
+        must_digest = False
         for reader in self._readers:
             for publication in self._publications[reader.seen :] if not reader.through else ():
+                if not publication.is_digested(reader.parts):
+                    must_digest = True
+                    break
                 tickets = self._stage_ahead(reader, publication)
                 try:
                     # Told first: an answer to a ticket that the reader does not know comes back as of no use.
-                    self._send(reader.route, reader.attempt, publication.ready(len(tickets)))
+                    self._send(reader.route, reader.attempt, publication.ready(len(tickets), reader.parts))
                 finally:
                     if tickets and self._staging:
                         self._staging.begin(tickets)
-            reader.seen = max(reader.seen, len(self._publications))
+                reader.seen = publication.sequence + 1
             reader.told = max(reader.told, reader.seen)
+        if must_digest:
+            assert self._wait_for is not None, "nobody digests for readers that come late here"
+            self._wait_for(self)
 
     def _stage_ahead(self, reader: Reader, publication: Publication) -> Sequence[Ticket]:
         """Take slots for what a reader will ask for, the first time that it hears of a publication which it wants all

@@ -2,16 +2,18 @@
 
 Each page of each (component, layer) has a digest of its own, so that a receiver can check any part of a publication and
 name the page that is wrong. The owner names the kind of its digests, and both sides make that one of whatever memory
-they have.
+they have. A page is digested as it lies, or packed: some runs of its bytes, one after another. Where pages of the two
+sides do not hold the same, each digests what both have of a page, in the order of the owner's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +61,19 @@ PageReader: TypeAlias = Callable[[Region, Int64Array], Iterable[tuple[Bytes, Int
 """(region, pages) -> some at a time and in their order, the bytes of the pages: rows of a uint8 [m, page_bytes], and
 which of them, int64 [k]. Rows are valid until the next are asked for."""
 
-Digester: TypeAlias = Callable[[DigestKind, Sequence[Region], Int64Array], Digests]
-"""(kind, regions, pages) -> uint64 [regions, pages]. As `page_digests`, wherever the regions lie."""
+Runs: TypeAlias = tuple[Int64Array, Int64Array]
+"""(offsets, sizes) in bytes, int64 [n] each: what is packed of a page, in this order."""
+PACKED_BYTES = 1 << 20
+"""Of pages that are packed on the host at a time, where one page has no more."""
+
+
+class Digester(Protocol):
+    """Makes digests as `page_digests`, wherever the regions lie."""
+
+    def __call__(
+        self, kind: DigestKind, regions: Sequence[Region], pages: Int64Array, *, runs: Sequence[Runs | None] = ()
+    ) -> Digests:
+        """uint64 [regions, pages]."""
 
 
 def host_pages(region: Region, pages: Int64Array) -> Iterator[tuple[Bytes, Int64Array]]:
@@ -77,20 +90,49 @@ def host_rows(region: Region) -> Bytes:
 
 
 def page_digests(
-    kind: DigestKind, regions: Sequence[Region], pages: Int64Array, read: PageReader = host_pages
+    kind: DigestKind,
+    regions: Sequence[Region],
+    pages: Int64Array,
+    read: PageReader = host_pages,
+    *,
+    runs: Sequence[Runs | None] = (),
 ) -> Digests:
     """uint64 [len(regions), len(pages)]: a digest of each page of each region, made on the host.
 
-    The caller vouches that the regions are mapped, and that nobody writes these pages during the call.
+    `runs` says of each region what is packed of its pages: all of a page where there is None, or no `runs`. The caller
+    vouches that the regions are mapped, and that nobody writes these pages during the call.
     """
     digests = np.zeros((len(regions), len(pages)), dtype=np.uint64)
     for row, region in enumerate(regions):
-        done = 0
+        packed, done = runs[row] if runs else None, 0
         for rows, ids in read(region, pages):
-            digests[row, done : done + len(ids)] = _MAKERS[kind](rows, ids)
+            digests[row, done : done + len(ids)] = _made(kind, rows, ids, packed)
             done += len(ids)
         assert done == len(pages), f"{done} of {len(pages)} pages were read"
     return digests
+
+
+def _made(kind: DigestKind, rows: Bytes, ids: Int64Array, runs: Runs | None) -> Digests:
+    if runs is None:
+        return _MAKERS[kind](rows, ids)
+    found = np.zeros(len(ids), dtype=np.uint64)
+    step = max(1, PACKED_BYTES // max(1, int(runs[1].sum())))
+    for first in range(0, len(ids), step):
+        packed = packed_rows(rows, ids[first : first + step], runs)
+        found[first : first + step] = _MAKERS[kind](packed, np.arange(len(packed), dtype=np.int64))
+    return found
+
+
+def packed_rows(rows: Bytes, ids: Int64Array, runs: Runs) -> Bytes:
+    """uint8 [len(ids), packed bytes]: these rows, packed."""
+    offsets, sizes = runs
+    word = math.gcd(8, *offsets.tolist(), *sizes.tolist())
+    counts = sizes // word
+    before = np.cumsum(counts) - counts
+    columns = np.repeat(offsets // word - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
+    words = rows[:, : rows.shape[1] // word * word].view(f"<u{word}")[ids]
+    packed: Bytes = np.take(words, columns, axis=1).view(np.uint8)
+    return packed
 
 
 def _xxh3_64(rows: Bytes, ids: Int64Array) -> Digests:

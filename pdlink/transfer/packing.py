@@ -6,6 +6,7 @@ its pages, so that both sides know where everything lies from the rows, their pa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -74,6 +75,13 @@ class PageTable:
         chosen = np.arange(len(self.starts) - 1, dtype=np.int64)[rows]
         runs, starts = runs_of(self.starts, chosen)
         return PageTable(self.base[runs], self.stride[runs], self.page_bytes[runs], starts)
+
+    def runs_in(self, bases: Int64Array) -> list[tuple[Int64Array, Int64Array]]:
+        """For each row, (offsets, sizes) of its runs in pages that lie from `bases` (int64 [rows]) on."""
+        starts = np.arange(len(bases) + 1, dtype=np.int64) if self.starts is None else self.starts
+        cuts = [slice(first, stop) for first, stop in itertools.pairwise(starts.tolist())]
+        offsets = self.base - np.repeat(bases, np.diff(starts))
+        return [(offsets[one], self.page_bytes[one]) for one in cuts]
 
     def into_slot(self, num_pages: int, address: int) -> LayerTable:
         """From the pages into a slot at `address`, `num_pages` of each row.

@@ -81,6 +81,12 @@ class PullPlanner:
             for row, cell in enumerate(plan.cells)
         }
 
+        self._parts_from: list[dict[str, Part]] = [{} for _ in sources]
+        for plan in self.groups.values():
+            for number, (name, _), part in zip(plan.owner.tolist(), plan.cells, plan.parts, strict=True):
+                if part:
+                    self._parts_from[number][name] = part
+
     @property
     def num_rows(self) -> dict[str, int]:
         """Rows per page group."""
@@ -118,6 +124,10 @@ class PullPlanner:
         number = self.number(worker_id)
         found = [self._rows_of.get((number, *cell)) for cell in self._held[number]]
         return all(one is not None and self.groups[one[0]].parts[one[1]] is None for one in found)
+
+    def parts_from(self, worker_id: str) -> Mapping[str, Part]:
+        """What this side holds of components of which it takes no whole pages from a rank."""
+        return self._parts_from[self.number(worker_id)]
 
     @property
     def converts(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class PageSpan(_message.Message):
     def __init__(self, group: _Optional[str] = ..., first_page: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
 
 class Subscribe(_message.Message):
-    __slots__ = ("protocol", "fingerprint_digest", "fingerprint", "readers", "incarnation", "spans", "next_sequence", "backends", "stage_bytes", "stage_pieces", "trace_parent")
+    __slots__ = ("protocol", "fingerprint_digest", "fingerprint", "readers", "incarnation", "spans", "next_sequence", "backends", "stage_bytes", "stage_pieces", "trace_parent", "parts")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,7 @@ class Subscribe(_message.Message):
     STAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     STAGE_PIECES_FIELD_NUMBER: _ClassVar[int]
     TRACE_PARENT_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     protocol: _common_pb2.ProtocolRange
     fingerprint_digest: bytes
     fingerprint: _common_pb2.Fingerprint
@@ -95,7 +96,8 @@ class Subscribe(_message.Message):
     stage_bytes: int
     stage_pieces: int
     trace_parent: str
-    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint_digest: _Optional[bytes] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., incarnation: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[PageSpan, _Mapping]]] = ..., next_sequence: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., stage_bytes: _Optional[int] = ..., stage_pieces: _Optional[int] = ..., trace_parent: _Optional[str] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[ReaderPart]
+    def __init__(self, protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint_digest: _Optional[bytes] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., readers: _Optional[_Union[_common_pb2.ReaderSet, _Mapping]] = ..., incarnation: _Optional[int] = ..., spans: _Optional[_Iterable[_Union[PageSpan, _Mapping]]] = ..., next_sequence: _Optional[int] = ..., backends: _Optional[_Iterable[str]] = ..., stage_bytes: _Optional[int] = ..., stage_pieces: _Optional[int] = ..., trace_parent: _Optional[str] = ..., parts: _Optional[_Iterable[_Union[ReaderPart, _Mapping]]] = ...) -> None: ...
 
 class Subscribed(_message.Message):
     __slots__ = ("incarnation", "next_sequence", "open")

@@ -16,6 +16,7 @@ import torch
 
 from pdlink.backends.copiers import HostCopier
 from pdlink.backends.page_digests import PageDigests
+from pdlink.backends.page_packs import PagePacks
 from pdlink.backends.page_reads import BlockReads
 from pdlink.backends.staging import PrivateBlock
 from pdlink.backends.torch_mix import SCRATCH_WORDS, TorchMix
@@ -187,3 +188,34 @@ def test_host_memory_needs_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in DigestKind:
         assert np.array_equal(digests(kind, [region(2)], PAGES), page_digests(kind, [region(2)], PAGES))
     assert digests.choose("auto", [region(2)]) is DigestKind.XXH3_64
+
+
+RUNS = (ints([2, 17, 30]), ints([5, 8, 11]))
+
+
+@pytest.mark.parametrize("kind", DigestKind)
+def test_pages_are_packed_where_they_are_digested(kind: DigestKind) -> None:
+    """On the device by its own copies, some pages at a time; those of the host, and copies of others, on the host."""
+    devices = Devices(broken=[2])
+    opened: list[int] = []
+
+    def packs(device: int) -> PagePacks:
+        opened.append(device)
+        return PagePacks(HostCopier(), PrivateBlock(60), 60)  # two packed pages and no third
+
+    digests = PageDigests(devices.open, packs)
+    copied_to_the_host(digests)
+    regions = [region(0, 1), region(1, 1), region(2), region(3, 2)]
+    runs = [RUNS, None, RUNS, RUNS]
+    wanted = page_digests(kind, on_host(regions), PAGES, runs=runs)
+    assert np.array_equal(digests(kind, regions, PAGES, runs=runs), wanted)
+    assert np.array_equal(digests(kind, regions, PAGES, runs=runs), wanted)
+    assert opened == ([1] if kind is DigestKind.MIX64 else [])
+    digests.close()
+    digests.close()
+
+
+def test_a_packed_page_that_is_larger_than_the_block_is_refused() -> None:
+    digests = PageDigests(Devices().open, lambda _: PagePacks(HostCopier(), PrivateBlock(23), 23))
+    with pytest.raises(BackendError, match="packed page of 24 bytes is too large to be digested in 23 bytes"):
+        digests(DigestKind.MIX64, [region(0, 0)], PAGES, runs=[RUNS])

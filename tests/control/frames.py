@@ -47,6 +47,9 @@ BODIES: dict[str, Body] = {
         *(ProtocolRange(1, 1), bytes(16), ReaderSet("d"), 1, (), 0, (), None, 0, 0),
         "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ),
+    "subscribe_parts": Subscribe(
+        ProtocolRange(1, 1), PRINT.digest, ReaderSet("d"), 1, (), parts={"k": Part(1, 2, 0, 1), "v": Part(0, 4, 1, 2)}
+    ),
     "subscribed": Subscribed(1_700_000_000_000_000_000, 5, True),
     "refused": Refused(CAUSE),
     "ready": Ready(12, "kv", 64, np.array([5, 0, (1 << 32) - 1], dtype=np.int64), LAYERS, 99),

@@ -11,7 +11,7 @@ from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.control import frames as fr
 from pdlink.control.wire import _PACK, decode, encode
 from pdlink.errors import FrameError, Mismatch
-from pdlink.layout import Fingerprint, ReaderSet
+from pdlink.layout import Fingerprint, Part, ReaderSet
 from pdlink.transfer.digests import DigestTable
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.v1 import control_pb2 as pb
@@ -39,6 +39,7 @@ def protocols(draw):
 
 
 FINGERPRINTS = st.dictionaries(NAME, NAME, min_size=1, max_size=4).map(lambda items: Fingerprint(tuple(items.items())))
+PARTS = st.dictionaries(TEXT, st.builds(Part, st.integers(0, 3), st.integers(4, 9), st.just(1), st.just(2)), max_size=3)
 SPANS = st.lists(st.builds(fr.PageSpan, TEXT, U64, U64), max_size=3, unique_by=lambda one: one.group).map(tuple)
 CAUSES = st.builds(
     Failure,
@@ -84,6 +85,7 @@ DRAWN = {
         st.none() | FINGERPRINTS,
         U64,
         U32,
+        parts=PARTS,
     ),
     fr.Subscribed: st.builds(fr.Subscribed, U64, U64, st.booleans()),
     fr.Refused: st.builds(fr.Refused, CAUSES),

@@ -152,6 +152,21 @@ def test_each_device_digests_what_it_has(mix):
 
 
 @pytest.mark.parametrize("kind", DigestKind)
+@pytest.mark.parametrize("runs", [([0, 256, 512], [128, 128, 64]), ([4, 100], [8, 4]), ([3, 9, 600], [1, 7, 55])])
+def test_packed_pages_have_the_digests_of_their_runs_on_the_device_and_on_the_host(kind, runs):
+    """More of them than one block holds."""
+    pages = Pages(656, 1024, num_pages=200_000)
+    there = Region("latent", 0, pages.bytes.ctypes.data, 1024, 656, 200_000)
+    ids = np.random.default_rng(5).permutation(200_000)
+    packed = (ints(runs[0]), ints(runs[1]))
+    digests = PageDigests()
+    both = digests(kind, [pages.region, there, pages.region], ids, runs=[packed, packed, None])
+    assert np.array_equal(both[0], both[1])
+    assert np.array_equal(both[2], digests(kind, [there], ids)[0])
+    digests.close()
+
+
+@pytest.mark.parametrize("kind", DigestKind)
 def test_host_and_device_memory_of_the_same_bytes_have_the_same_digests(kind):
     """Through a copy too, where the device does not make that kind."""
     pages = Pages(656, 1024, num_pages=60)

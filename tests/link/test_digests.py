@@ -93,7 +93,7 @@ def test_pages_that_decode_cannot_digest_are_no_success(site: Site, monkeypatch:
     receiver, _ = start(site, owners, decode)
     gate.wait_held(2)
 
-    def fail(*args: object) -> None:
+    def fail(*args: object, **rest: object) -> None:
         raise BackendError("device 0 could not make digests")
 
     monkeypatch.setattr("pdlink.backends.page_digests.page_digests", fail)

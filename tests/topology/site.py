@@ -23,8 +23,9 @@ from pdlink.events import Events
 from pdlink.layout import DecodePlace, DecodeRank, Part, part_of
 from pdlink.prefill.sender import Sender
 from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
-from tests.topology.cache import Landed, Pool, Truth
+from tests.topology.cache import GUARD_PAGES, Landed, Pool, Truth
 from tests.topology.quiet import PATIENCE_S, Network, QuietLoop
 from tests.topology.strategies import Ask, Case, Topology
 
@@ -41,6 +42,8 @@ class Owner:
     pool: Pool
     parts: Mapping[str, Part]
     taken: dict[str, set[int]] = field(default_factory=dict)
+    last: dict[str, list[int]] = field(default_factory=dict)
+    """Pages of the newest request."""
 
     @property
     def dp(self) -> int:
@@ -70,6 +73,8 @@ class Asked:
     name: str
     receivers: list[Receiver]
     senders: list[Sender]
+    takers: list[Taker]
+    """Of each receiver."""
 
 
 class Site:
@@ -136,6 +141,7 @@ class Site:
         senders, calls = [], []
         for owner in (one for one in self.owners if one.dp == ask.dp):
             pages = {group: owner.take(count, group, rng) for group, count in truth.num_pages.items()}
+            owner.last = pages
             truth.fill(owner.pool, owner.parts, pages)
             sender = owner.worker.open(name)
             senders.append(sender)
@@ -167,24 +173,32 @@ class Site:
                 )
         taker.landed.add(truth, parts, pages, first, whole)
 
-    def begin(self, name: str, ask: Ask, dp: int = 0) -> Asked:
-        """One request by the ranks of decode group `dp`, some of which come before it is published and some after."""
+    def begin(self, name: str, ask: Ask, dp: int = 0, damage: Callable[[random.Random], None] | None = None) -> Asked:
+        """One request by the ranks of decode group `dp`, some of which come before it is published and some after.
+
+        `damage` is called once all is published, which then comes before the late ones or after them."""
         rng = random.Random(ask.seed)
         mine = [one for one in self.takers if one.place.rank.dp == dp]
         early = rng.sample(mine, rng.randint(0, len(mine)))
         asked = [(one, *self.receive(one, name, ask, rng)) for one in early]
         truth, senders, calls = self.publish(name, ask, rng)
         half = rng.randint(0, len(calls))
+        if damage:
+            half = rng.choice((half, len(calls)))
         for call in calls[:half]:
             call()
+        if damage and half == len(calls):
+            damage(rng)
         if rng.random() < 0.5:
             self.network.drain()
         asked += [(one, *self.receive(one, name, ask, rng)) for one in mine if one not in early]
         for call in calls[half:]:
             call()
+        if damage and half < len(calls):
+            damage(rng)
         for taker, _, pages in asked:
             self.expect(taker, truth, ask, pages)
-        return Asked(name, [made for _, made, _ in asked], senders)
+        return Asked(name, [made for _, made, _ in asked], senders, [one for one, _, _ in asked])
 
     def finish(self, every: Sequence[Asked]) -> None:
         """All of them succeed on every rank, and every decode pool holds what it must and nothing else."""
@@ -199,6 +213,28 @@ class Site:
         for taker in self.takers:
             wrong = taker.landed.find_wrong()
             assert not wrong, f"{self.topology}, decode {taker.place.rank}: {wrong}"
+
+    def finish_damaged(self, asked: Asked) -> bool:
+        """Nobody has other bytes than the right ones and calls that a success. Whether the damage was found."""
+        self.network.wait(lambda: not any(one.worker.num_receives for one in self.takers))
+        for taker, made in zip(asked.takers, asked.receivers, strict=True):
+            wrong = taker.landed.find_wrong() if made.state is ReceiverState.DONE else ""
+            assert not wrong, f"{self.topology}, decode {taker.place.rank}, which is done: {wrong}"
+        failures = [one.failure for one in asked.receivers if one.failure]
+        assert not failures or FailureReason.DIGEST in {one.reason for one in failures}, failures
+        return bool(failures)
+
+    def damage(self, dp: int, rng: random.Random) -> None:
+        """Write one byte of a page of a request, in a field, on one of the ranks that have published it."""
+        owners = [one for one in self.owners if one.dp == dp and one.pool.rows and any(one.last.values())]
+        if not owners:
+            return
+        owner = rng.choice(owners)
+        (component, _), rows = rng.choice(list(owner.pool.rows.items()))
+        shape = owner.pool.layout.component(component)
+        ids = owner.last[shape.page_group]
+        starts = rng.choice(shape.fields).starts(shape.page_size)
+        rows[rng.choice(ids) + GUARD_PAGES, int(rng.choice(starts.reshape(-1).tolist()))] ^= rng.randint(1, 255)
 
     def _owner(self, rank: Any, num_pages: int) -> Owner:
         topology = self.topology
@@ -238,12 +274,28 @@ class Site:
 
 def run(case: Case, open_backend: OpenBackend, **settings: object) -> None:
     """Every request of a case, each by the ranks of a decode dp group; every byte of every decode pool is compared."""
+    with contextlib.ExitStack() as stack:
+        site = _site(stack, case, open_backend, **settings)
+        site.finish([site.begin(f"t{number}", ask, number) for number, ask in enumerate(case.asks)])
+
+
+def run_damaged(case: Case, open_backend: OpenBackend) -> bool:
+    """The first request of a case, of which a byte is damaged after it was published. Whether that was found: it may be
+    one that nobody pulls, or has pulled by then."""
+    with contextlib.ExitStack() as stack:
+        site, ask = _site(stack, case, open_backend), case.asks[0]
+        asked = site.begin("t0", ask, damage=lambda rng: site.damage(ask.dp, rng))
+        return site.finish_damaged(asked)
+
+
+def _site(stack: contextlib.ExitStack, case: Case, open_backend: OpenBackend, **settings: object) -> Site:
     sizes = [group.page_size for group in case.topology.prefill.page_groups]
     most = max(-(-ask.num_tokens // min(sizes)) for ask in case.asks)
-    with contextlib.ExitStack() as stack:
-        site = Site(stack, case.topology, len(case.asks) * most + SPARE_PAGES, open_backend, way=case.way, **settings)
-        site.link()
-        site.finish([site.begin(f"t{number}", ask, number) for number, ask in enumerate(case.asks)])
+    if case.digest_kind:
+        settings |= {"verify_digests": True, "digest_kind": case.digest_kind}
+    site = Site(stack, case.topology, len(case.asks) * most + SPARE_PAGES, open_backend, way=case.way, **settings)
+    site.link()
+    return site
 
 
 def _publishing(sender: Sender, pages: Mapping[str, Sequence[int]], rng: random.Random) -> list[Callable[[], None]]:

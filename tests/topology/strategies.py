@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -21,6 +21,7 @@ from pdlink.layout import (
     balanced_ranges,
 )
 from pdlink.layout.components import DRAFT_PREFIX, index_k, latent
+from pdlink.transfer.digests import DigestKind
 
 HEADS = 24
 """Ranks in {1, 2, 3, 4, 8} split them evenly."""
@@ -69,7 +70,8 @@ class Case:
     topology: Topology
     asks: tuple[Ask, ...]
     way: str = "direct"
-    extra: dict[str, object] = field(default_factory=dict)
+    digest_kind: str = ""
+    """Of page digests; none are made where it is empty."""
 
 
 def by_heads(name: str, page_size: int, layers: Sequence[int], num_heads: int, shape: Shape) -> Component:
@@ -196,7 +198,10 @@ def topologies(draw: st.DrawFn, most_ranks: int = MOST_RANKS) -> Topology:
 
 
 @st.composite
-def cases(draw: st.DrawFn, ways: Sequence[str] = ("direct",), most_ranks: int = MOST_RANKS) -> Case:
+def cases(
+    draw: st.DrawFn, ways: Sequence[str] = ("direct",), most_ranks: int = MOST_RANKS, *, digested: bool = False
+) -> Case:
+    """`digested`: pages always have digests, otherwise sometimes."""
     topology = draw(topologies(most_ranks))
     size = max(group.page_size for group in topology.decode.page_groups) * topology.taken.sizes.dcp
     asks = []
@@ -206,4 +211,5 @@ def cases(draw: st.DrawFn, ways: Sequence[str] = ("direct",), most_ranks: int = 
         prefix = draw(st.sampled_from([0, 0, 0, 1, size - 1, size, size + 1, tokens - 1, tokens]))
         group = draw(st.integers(0, topology.plan.sizes.dp - 1))
         asks.append(Ask(tokens, min(tokens, max(0, prefix)), group, draw(st.integers(0, 1 << 30))))
-    return Case(topology, tuple(asks), draw(st.sampled_from(list(ways))))
+    kind = draw(st.sampled_from([*DigestKind] if digested else ["", "", *DigestKind]))
+    return Case(topology, tuple(asks), draw(st.sampled_from(list(ways))), kind)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from pdlink.backends.ipc import IpcBackend
 from tests.topology.quiet import Here
-from tests.topology.site import run
+from tests.topology.site import run, run_damaged
 from tests.topology.strategies import Case, cases
 
 
@@ -40,6 +40,19 @@ def test_any_pair_moves_every_byte_and_no_other_directly(case: Case) -> None:
 @given(cases(ways=["staged"]))
 def test_any_pair_moves_every_byte_and_no_other_through_staging(case: Case) -> None:
     run(case, Here)
+
+
+@pytest.mark.parametrize("num_pairs", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_byte_that_is_damaged_after_it_was_published_is_never_delivered_as_a_success(num_pairs: int) -> None:
+    found: list[bool] = []
+
+    @settings(max_examples=num_pairs)
+    @given(cases(ways=["direct", "staged"], digested=True))
+    def damage(case: Case) -> None:
+        found.append(run_damaged(case, Here))
+
+    damage()
+    assert sum(found) > num_pairs // 4  # of the others, nobody took that byte, or had it before
 
 
 @pytest.mark.slow

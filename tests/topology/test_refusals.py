@@ -56,24 +56,6 @@ def make_site(
         (mla(4), mla(8), None, None, {}, "latent.page_size", ("4", "8")),
         (gqa(8), gqa(6, 24), None, DecodeSizes(tp=4), {}, "k.heads", ("8", "24")),
         (mla(), with_draft(mla()), None, None, {"require_draft": True}, "draft.latent", ("absent", "required")),
-        (
-            gqa(4),
-            gqa(2),
-            ParallelSizes(tp=2),
-            DecodeSizes(tp=4),
-            {"verify_digests": True},
-            "verify_digests",
-            ("pages of heads 0 of 2", "pages of heads 0 of 4"),
-        ),
-        (
-            mla(),
-            mla(),
-            None,
-            DecodeSizes(tp=2, dcp=2),
-            {"verify_digests": True},
-            "verify_digests",
-            ("pages of all heads", "pages of all heads, tokens 0 mod 2"),
-        ),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_with_both_values(

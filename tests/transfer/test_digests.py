@@ -113,3 +113,21 @@ def test_a_reader_that_brings_other_pages_than_were_asked_for_is_a_bug_that_is_f
         page_digests(
             DigestKind.MIX64, [short], ints([0, 1]), lambda region, pages: [(memory[0, :, :NBYTES], pages[:1])]
         )
+
+
+@pytest.mark.parametrize("kind", DigestKind)
+@pytest.mark.parametrize(
+    "runs", [([0], [16]), ([8, 24, 40], [8, 8, 16]), ([1, 9], [3, 5]), ([6, 2], [2, 2]), ([0, 4, 12], [4, 4, 20])]
+)
+def test_a_packed_page_has_the_digest_of_its_runs_one_after_another(
+    kind: DigestKind, runs: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdlink.transfer.digests.PACKED_BYTES", 40)  # so that pages take several goes
+    pages = np.random.default_rng(2).integers(0, 256, (5, 67), dtype=np.uint8)[:, :61]
+    region = Region("k", 0, pages.ctypes.data, 67, 61, 5)
+    packed = np.concatenate([pages[:, at : at + size] for at, size in zip(*runs, strict=True)], axis=1)
+    there = Region("k", 0, packed.ctypes.data, packed.shape[1], packed.shape[1], 5)
+    ids = ints([3, 0, 4])
+    found = page_digests(kind, [region, region], ids, runs=[(ints(runs[0]), ints(runs[1])), None])
+    assert np.array_equal(found[:1], page_digests(kind, [there], ids))
+    assert np.array_equal(found[1:], page_digests(kind, [region], ids))
