@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 
 from pdlink.address import Address
+from pdlink.bootstrap import keeper
 from pdlink.bootstrap.client import BootstrapClient
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.bootstrap.server import BootstrapServer
 from pdlink.config import Settings
 
 LOOPBACK = Address("127.0.0.1", 0)
+PATIENT = Settings(resolve_timeout_s=60.0)
+"""For clients whose service answers; a busy machine may take long over that."""
 
 
 @pytest.fixture
@@ -36,13 +39,16 @@ def serve(stack: contextlib.ExitStack) -> Callable[..., BootstrapServer]:
 @pytest.fixture
 def client(stack: contextlib.ExitStack) -> Callable[..., BootstrapClient]:
     def make(*addresses: Address, **options: Any) -> BootstrapClient:
+        options.setdefault("settings", PATIENT)
         return stack.enter_context(BootstrapClient(addresses, **options))
 
     return make
 
 
 @pytest.fixture
-def keep(stack: contextlib.ExitStack) -> Callable[..., RegistrationKeeper]:
+def keep(stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RegistrationKeeper]:
+    monkeypatch.setattr(keeper, "WITHDRAW_TIMEOUT_S", PATIENT.resolve_timeout_s)
+
     def make(registration: Any, *addresses: Address, **options: Any) -> RegistrationKeeper:
         return stack.enter_context(RegistrationKeeper(registration, addresses, **options))
 

@@ -33,6 +33,7 @@ from pdlink.health import Health
 from pdlink.layout import fingerprint
 from pdlink.v1 import bootstrap_pb2 as pb
 from tests.bootstrap.values import PRINT, make_instance, make_layout
+from tests.ports import held_port
 
 NAME = "prefill-a"
 WAIT_S = 60.0
@@ -51,10 +52,10 @@ def withdraw(server, registration):
     link.close()
 
 
-def dead_address():
-    """An address where nothing listens."""
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return Address("127.0.0.1", sock.getsockname()[1])
+@pytest.fixture
+def dead_address(stack):
+    """Makes addresses where nothing listens."""
+    return lambda: Address("127.0.0.1", stack.enter_context(held_port()))
 
 
 class Garbage(socketserver.BaseRequestHandler):
@@ -102,23 +103,24 @@ STRANGERS = ["http", "silent", "garbage", "another gRPC"]
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_a_peer_that_is_not_pdlink_is_named_within_the_timeout(strangers, client, kind):
     address = strangers(kind)
-    with pytest.raises(DeadlineExceeded if kind == "silent" else BootstrapUnreachable) as refused:
-        client(address).resolve(NAME, PRINT, timeout_s=1.0)
+    is_silent = kind == "silent"
+    with pytest.raises(DeadlineExceeded if is_silent else BootstrapUnreachable) as refused:
+        client(address).resolve(NAME, PRINT, timeout_s=1.0 if is_silent else WAIT_S)
     assert str(address) in str(refused.value)
     assert "pdlink bootstrap" in str(refused.value)
 
 
-def test_an_address_where_nothing_listens_is_named(client):
+def test_an_address_where_nothing_listens_is_named(client, dead_address):
     address = dead_address()
     with pytest.raises(BootstrapUnreachable, match=f"nothing listens at bootstrap address {address}"):
         client(address).resolve(NAME, PRINT)
 
 
 @pytest.mark.parametrize("kind", STRANGERS)
-def test_the_next_address_is_asked_when_one_is_not_pdlink(strangers, serve, client, kind):
+def test_the_next_address_is_asked_when_one_is_not_pdlink(strangers, serve, client, dead_address, kind):
     server = serve()
     register(server, *make_instance())
-    info = client(strangers(kind), dead_address(), server.address).resolve(NAME, PRINT, timeout_s=3.0)
+    info = client(strangers(kind), dead_address(), server.address).resolve(NAME, PRINT, timeout_s=9.0)
     assert len(info.ranks) == 2
 
 
@@ -132,12 +134,13 @@ def test_the_next_address_is_asked_when_one_does_not_have_the_instance_ready(ser
 def test_silent_addresses_share_the_time_that_is_given(strangers, client):
     silent = strangers("silent"), strangers("silent")
     with pytest.raises(DeadlineExceeded) as late:
-        client(*silent).resolve(NAME, PRINT, timeout_s=0.6)
-    assert re.search(rf"bootstrap {silent[0]} did not answer within 0\.(3|2\d*) s", str(late.value))
-    assert f"bootstrap {silent[1]} did not answer within 0." in str(late.value)
+        client(*silent).resolve(NAME, PRINT, timeout_s=2.0)
+    said = re.findall(r"bootstrap (\S+) did not answer within ([\d.]+) s", str(late.value))
+    assert [address for address, _ in said] == [str(one) for one in silent]
+    assert all(0 < float(waited_s) < 1.5 for _, waited_s in said)
 
 
-def test_an_error_lists_what_each_address_said(serve, client):
+def test_an_error_lists_what_each_address_said(serve, client, dead_address):
     empty, half, dead = serve(), serve(), dead_address()
     register(half, make_instance()[0])
     with pytest.raises(NotReady) as waiting:
@@ -184,14 +187,14 @@ def test_waiting_ends_with_the_reason_though_the_last_attempt_was_cut_short(clie
 
 def test_waiting_ends_with_what_was_said_last(serve, client):
     server = serve()
-    with pytest.raises(UnknownInstance, match=r"waited 0\.3 s"):
-        client(server.address).wait_ready(NAME, PRINT, 0.3)
+    with pytest.raises(UnknownInstance, match=r"waited 2 s"):
+        client(server.address).wait_ready(NAME, PRINT, 2.0)
     register(server, make_instance()[0])
     with pytest.raises(IncompatibleInstance):
         client(server.address).wait_ready(NAME, fingerprint(make_layout(page_size=32)), WAIT_S)
 
 
-def test_a_client_needs_an_address_and_a_name_and_to_be_open(client):
+def test_a_client_needs_an_address_and_a_name_and_to_be_open(client, dead_address):
     with pytest.raises(InvalidInput, match="at least one bootstrap address"):
         BootstrapClient([])
     one = client(dead_address())
@@ -347,7 +350,7 @@ def test_a_watch_goes_past_an_address_that_does_not_have_the_instance(serve, cli
     assert isinstance(follow.next(), PrefillServerInfo)
 
 
-def test_a_watch_goes_on_at_another_address(serve, client):
+def test_a_watch_goes_on_at_another_address(serve, client, dead_address):
     first, second, follow = serve(), serve(), Follower()
     register(first, *make_instance())
     client(dead_address(), first.address, second.address).watch(NAME, PRINT, follow)

@@ -17,6 +17,8 @@ from pdlink.errors import DeadlineExceeded, InvalidInput, NotReady, PartDead, St
 from pdlink.events import Events
 from pdlink.health import Health
 from tests.bootstrap.values import PRINT, make_instance, make_layout
+from tests.ports import held_port
+from tests.processes import wait_until
 
 NAME = "prefill-a"
 WAIT_S = 60.0
@@ -43,29 +45,31 @@ class States:
             assert self.changed.wait_for(lambda: self.seen.count((str(address), state)) >= times, WAIT_S), self.seen
 
 
-def dead_address():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return Address("127.0.0.1", sock.getsockname()[1])
+def stopped():
+    """The clock of a service whose leases last: of keepers with a short one, a busy machine lets some run out."""
+    return 0.0
 
 
 def test_ranks_that_are_kept_outlive_their_lease_and_leave_with_close(serve, client, keep, monkeypatch):
-    renewed, renew = threading.Semaphore(0), Directory.renew
+    renewed, renew, now = set(), Directory.renew, [0.0]
 
-    def count(directory, *asked):
-        renewed.release()
-        return renew(directory, *asked)
+    def note(directory, key, at, *rest):
+        status = renew(directory, key, at, *rest)
+        renewed.add((key.worker_id, at))
+        return status
 
-    monkeypatch.setattr(Directory, "renew", count)
-    server = serve(settings=SHORT)
+    monkeypatch.setattr(Directory, "renew", note)
+    server = serve(settings=SHORT, clock=lambda: now[0])
     keepers = [keep(one, server.address) for one in make_instance()]
     ask = client(server.address)
     version = ask.wait_ready(NAME, PRINT, WAIT_S).version
     for keeper in keepers:
         keeper.wait_registered(WAIT_S)
-    for _ in range(2 * 5):  # a third of a lease apart, for each of the two
-        assert renewed.acquire(timeout=WAIT_S)
+    for _ in range(4):
+        now[0] += SHORT.registration_lease_s * 2 / 3
+        assert wait_until(lambda: renewed >= {("w0", now[0]), ("w1", now[0])})
     assert ask.resolve(NAME, PRINT).version == version
-    assert all(keeper.is_healthy for keeper in keepers)
+    assert wait_until(lambda: all(keeper.is_healthy for keeper in keepers))
     keepers[1].close()
     with pytest.raises(NotReady, match="cp1"):
         ask.resolve(NAME, PRINT)
@@ -97,8 +101,8 @@ def test_a_rank_registers_again_when_the_service_forgot_it(serve, client, keep):
     assert ask.wait_ready(NAME, PRINT, WAIT_S).version > version
 
 
-def test_a_rank_registers_with_every_address_and_a_dead_one_delays_none(serve, client, keep):
-    first, second, dead = serve(), serve(), dead_address()
+def test_a_rank_registers_with_every_address_and_a_dead_one_delays_none(serve, client, keep, stack):
+    first, second, dead = serve(), serve(), Address("127.0.0.1", stack.enter_context(held_port()))
     keepers = [keep(one, first.address, dead, second.address) for one in make_instance()]
     for server in (first, second):
         assert len(client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks) == 2
@@ -111,7 +115,7 @@ def test_a_rank_registers_with_every_address_and_a_dead_one_delays_none(serve, c
 
 
 def test_a_refusal_is_raised_and_ends_when_the_worker_in_the_way_leaves(serve, client, keep):
-    server = serve(settings=SHORT)
+    server = serve(settings=SHORT, clock=stopped)
     other = keep(make_instance(make_layout(page_size=32))[1], server.address)
     other.wait_registered(WAIT_S)
     keeper = keep(make_instance()[0], server.address)
@@ -125,7 +129,7 @@ def test_a_refusal_is_raised_and_ends_when_the_worker_in_the_way_leaves(serve, c
 
 
 def test_a_process_that_was_replaced_stops_for_good(serve, client, keep):
-    server, states = serve(settings=SHORT), States()
+    server, states = serve(settings=SHORT, clock=stopped), States()
     old = keep(make_instance(incarnation=1)[0], server.address, events=states.events)
     old.wait_registered(WAIT_S)
     new = [keep(one, server.address) for one in make_instance(incarnation=2)]
@@ -135,11 +139,12 @@ def test_a_process_that_was_replaced_stops_for_good(serve, client, keep):
         old.wait_registered(WAIT_S)
     old.close()
     assert client(server.address).wait_ready(NAME, PRINT, WAIT_S).ranks[0].incarnation == 2
-    assert all(keeper.is_healthy for keeper in new)
+    assert wait_until(lambda: all(keeper.is_healthy for keeper in new))
 
 
 def test_a_process_that_starts_while_the_clock_is_back_registers_when_its_predecessor_is_forgotten(serve, client, keep):
-    server, states = serve(settings=SHORT), States()
+    now = [0.0]
+    server, states = serve(settings=SHORT, clock=lambda: now[0]), States()
     before, after = make_instance(incarnation=2)[0], make_instance(incarnation=1)[0]
     with RegistrationKeeper(before, [server.address]) as old:
         old.wait_registered(WAIT_S)
@@ -148,12 +153,13 @@ def test_a_process_that_starts_while_the_clock_is_back_registers_when_its_predec
         with pytest.raises(DeadlineExceeded, match=r"outranked: .*incarnation 1, but incarnation 2"):
             new.wait_registered(0.05)
         old._lanes[server.address]._withdraw = lambda: None  # as one that was killed
+    now[0] = 100.0
     new.wait_registered(WAIT_S)
-    assert new.is_healthy
+    assert wait_until(lambda: new.is_healthy)
 
 
-def test_waiting_for_a_service_that_is_not_there_ends_and_says_so(keep):
-    dead = dead_address()
+def test_waiting_for_a_service_that_is_not_there_ends_and_says_so(keep, stack):
+    dead = Address("127.0.0.1", stack.enter_context(held_port()))
     keeper = keep(make_instance()[0], dead)
     with pytest.raises(DeadlineExceeded, match=rf"{dead} (unreachable: nothing listens|starting)"):
         keeper.wait_registered(0.5)
@@ -172,7 +178,7 @@ def test_closing_does_not_wait_for_a_silent_service(keep):
             keeper.close()
             assert time.monotonic() - began < 15.0, "a connection that stays silent is given up after 20 s by itself"
         assert KeeperState.DEAD not in keeper.states.values()
-    assert not [one for one in threading.enumerate() if one.name.startswith("pdlink-keeper")]
+    assert wait_until(lambda: not any(one.name.startswith("pdlink-keeper") for one in threading.enumerate()))
 
 
 @pytest.mark.parametrize("defect", [RuntimeError("a defect"), SystemExit("a defect")], ids=lambda one: repr(one))

@@ -307,7 +307,7 @@ def test_a_worker_whose_lease_runs_out_is_named_in_the_log_and_told(serve, caplo
     server = serve(clock=lambda: now[0], events=events, settings=Settings(registration_lease_s=5.0))
     register(server, *make_instance())
     now[0] = 6.0
-    names = {told.get(timeout=20).fields["worker_id"] for _ in range(2)}
+    names = {told.get(timeout=TIMEOUT_S).fields["worker_id"] for _ in range(2)}
     server.close()  # so that the line is written
     assert names == {"w0", "w1"}
     (line,) = [one.message for one in caplog.records if one.levelno == logging.WARNING]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import zmq
@@ -29,6 +29,12 @@ class Box:
 
     def take(self) -> tuple:
         return self._queue.get(timeout=TIMEOUT_S)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something has arrived, or for that long."""
+        give_up = time.monotonic() + timeout_s
+        while self.is_empty and time.monotonic() < give_up:
+            time.sleep(0.01)
 
     @property
     def is_empty(self) -> bool:
@@ -54,10 +60,15 @@ def passes(server: Server, box: Box, channel: Channel, nonce: int) -> bool:
     return frame == ping(nonce)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+def reaches(server: Server, box: Box, channel: Channel, nonce: int) -> bool:
+    """As `passes`, of a channel that may not know yet that its last server is gone: what it sends then is lost."""
+    give_up = time.monotonic() + TIMEOUT_S
+    while box.is_empty and time.monotonic() < give_up:
+        channel.send(ping(nonce))
+        box.wait(0.5)
+    route, frame = box.take()
+    server.send(route, ping(nonce + 1))
+    return frame == ping(nonce)
 
 
 @contextlib.contextmanager

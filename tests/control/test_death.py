@@ -12,6 +12,7 @@ from pdlink.errors import PartDead
 from pdlink.events import Events
 from pdlink.health import Health
 from tests.control.loops import ANY, TIMEOUT_S, Box, flush, ping, stranger
+from tests.processes import wait_until
 
 
 def raiser(error):
@@ -102,7 +103,7 @@ def test_a_loop_that_died_leaves_no_descriptor_and_gives_its_port_back():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(4):
         cycle()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_malformed_frames_are_all_counted_and_logged_once_in_a_while(caplog):

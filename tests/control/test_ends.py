@@ -9,6 +9,7 @@ from pdlink.address import Address
 from pdlink.control.loop import ControlLoop
 from pdlink.errors import FrameError, InvalidInput, StateError
 from tests.control.loops import ANY, TIMEOUT_S, Box, flush, passes, ping
+from tests.processes import wait_until
 
 
 def test_a_port_in_use_is_refused_with_the_address(loop):
@@ -162,7 +163,7 @@ def test_loops_leave_no_descriptors_behind():
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(8):
         cycle()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
 
 
 def test_a_loop_can_hold_a_channel_for_each_rank_of_a_large_instance(loop):

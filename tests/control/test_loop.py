@@ -9,7 +9,8 @@ from pdlink.address import Address
 from pdlink.control.loop import ControlLoop
 from pdlink.control.wire import encode
 from tests.control.frames import FRAMES
-from tests.control.loops import ANY, TIMEOUT_S, Box, flush, free_port, passes, ping, stranger
+from tests.control.loops import ANY, TIMEOUT_S, Box, flush, passes, ping, reaches, stranger
+from tests.ports import held_port
 
 
 def test_frames_go_both_ways_unchanged_and_in_order(loop):
@@ -61,16 +62,16 @@ def test_two_processes_worth_of_loops_reach_each_other(loop):
 
 
 def test_a_channel_reaches_a_server_that_starts_after_it_and_again_after_a_restart(loop):
-    port = free_port()
-    channel = loop.connect(Address("127.0.0.1", port), Box())
-    for nonce in (1, 2):
-        other, inbox = ControlLoop().start(), Box()
-        try:
-            server = other.bind(Address("127.0.0.1", port), inbox)
-            assert server.address.port == port
-            assert passes(server, inbox, channel, nonce)
-        finally:
-            other.close()
+    with held_port() as port:
+        channel = loop.connect(Address("127.0.0.1", port), Box())
+        for nonce in (1, 2):
+            other, inbox = ControlLoop().start(), Box()
+            try:
+                server = other.bind(Address("127.0.0.1", port), inbox)
+                assert server.address.port == port
+                assert reaches(server, inbox, channel, nonce)
+            finally:
+                other.close()
 
 
 # --- strangers ----------------------------------------------------------------------------------
