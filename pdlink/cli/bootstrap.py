@@ -61,10 +61,10 @@ def bootstrap(
 
             watch = BootstrapWatch(server, events).serve(settings.http_bind)
             stack.callback(watch.close)
-        print(f"bootstrap serves at {server.address}", flush=True)
-        if watch:
-            print(f"health and metrics at http://{watch.address}", flush=True)
         try:
+            print(f"bootstrap serves at {server.address}", flush=True)
+            if watch:
+                print(f"health and metrics at http://{watch.address}", flush=True)
             while not server.wait(CHECK_INTERVAL_S):
                 pass
         except KeyboardInterrupt:  # SIGTERM too: being stopped is how a service ends

@@ -23,6 +23,9 @@ def sidecar(
         str | None, typer.Option(help="Host that peers are told; needed where every interface is bound.")
     ] = None,
     token_file: Annotated[str | None, typer.Option(help="File of the token that the bootstrap demands.")] = None,
+    http_bind: Annotated[
+        str | None, typer.Option(help="Host and port of /healthz, /readyz and /metrics; none without it.")
+    ] = None,
     config: ConfigOption = None,
     assigned: SetOption = None,
 ) -> None:
@@ -44,13 +47,16 @@ def sidecar(
         bind_host=bind_host,
         advertise_host=advertise_host,
         token_file=token_file,
+        http_bind=http_bind,
     )
     if settings.sidecar_socket is None:
         raise ConfigError("name the socket to listen at: --socket /run/user/1000/pdlink.sock, or PDLINK_SIDECAR_SOCKET")
     with SidecarServer.start(Path(settings.sidecar_socket), settings) as server:
-        print(f"pdlink sidecar listens at {server.path}", flush=True)
         over = threading.Event()
         try:
+            print(f"pdlink sidecar listens at {server.path}", flush=True)
+            if server.http_address:
+                print(f"health and metrics at http://{server.http_address}", flush=True)
             while not over.wait(CHECK_INTERVAL_S):
                 pass
         except KeyboardInterrupt:  # SIGTERM too: being stopped is how a service ends

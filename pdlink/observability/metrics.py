@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pdlink.errors import ConfigError
 from pdlink.events import Event, Events
@@ -16,10 +16,17 @@ from pdlink.observability.table import MAX_LABEL_VALUES, METRICS, OTHER, Feed, K
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client.metrics_core import Metric as Family
 
     Instrument: TypeAlias = Counter | Gauge | Histogram
 
 log = logging.getLogger("pdlink.metrics")
+
+
+class Families(Protocol):
+    """What has metrics to show: a registry, or the sum of several."""
+
+    def collect(self) -> Iterable[Family]: ...
 
 
 class Metrics:
@@ -47,12 +54,12 @@ class Metrics:
                 self._taps.setdefault(feed.event, []).append(_Tap(metric, feed, instrument, bounds))
         self._unsubscribe: Callable[[], None] = events.subscribe(self._hear)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """The metrics in the format that a scraper accepts, and its content type."""
+    def render(self, accept: str = "", among: Callable[[Families], Families] | None = None) -> tuple[bytes, str]:
+        """The metrics in the format that a scraper accepts, and its content type. `among` adds those of others."""
         from prometheus_client.exposition import choose_encoder
 
         encode, kind = choose_encoder(accept)
-        return encode(self.registry), kind
+        return encode(among(self.registry) if among else self.registry), kind
 
     def close(self) -> None:
         """Count no more, and leave a registry that others serve."""
@@ -125,8 +132,10 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Instrument:
 
     if metric.kind is Kind.HISTOGRAM:
         return prometheus.Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=metric.buckets)
-    kind = prometheus.Counter if metric.kind is Kind.COUNTER else prometheus.Gauge
-    return kind(metric.name, metric.help, metric.labels, registry=registry)
+    if metric.kind is Kind.COUNTER:
+        return prometheus.Counter(metric.name, metric.help, metric.labels, registry=registry)
+    # The mode counts where several processes share a page (`shared_metrics`): the sum over those that live.
+    return prometheus.Gauge(metric.name, metric.help, metric.labels, registry=registry, multiprocess_mode="livesum")
 
 
 def _number(value: object) -> float:

@@ -8,9 +8,11 @@ HEAD = f"""# Metrics
 
 Printed from [`table.py`](table.py) by `python -m pdlink.observability.metrics_page`, and held to it by a test.
 
-`PDLINK_HTTP_BIND=127.0.0.1:9400` serves them at `/metrics`, for a `Node` and for `pdlink bootstrap`. Units are base
-units. A label takes at most {MAX_LABEL_VALUES} values; those that come later count as `{OTHER}`. Beside these there are
-the `process_*` metrics of prometheus-client. Gauges are taken when they are scraped.
+`PDLINK_HTTP_BIND=127.0.0.1:9400` serves them at `/metrics`, for a `Node`, for `pdlink bootstrap`, and for
+`pdlink sidecar`, which shows the sum over the processes of all its engines: counters and histograms over all there have
+been, killed ones too, gauges over those that run. Units are base units. A label takes at most {MAX_LABEL_VALUES} values
+of one process; those that come later count as `{OTHER}`. Beside these there are the `process_*` metrics of
+prometheus-client, of the process that serves. Gauges are taken when they are scraped.
 """
 COLUMNS = ("metric", "kind", "unit", "labels", "fed by the event", "what it says")
 

@@ -295,6 +295,20 @@ METRICS: tuple[Metric, ...] = (
         "Bringing one layer of another rank, by reader (broadcast, peer); on a device until it is on the stream.",
         Feed("pool.fetch", ("took_s",), labels=_READER),
     ),
+    # The sidecar.
+    _gauge("sidecar_engines", "Engines that this sidecar serves.", Feed("sidecar.levels", ("num_engines",))),
+    _counter(
+        "sidecar_engines_started",
+        "",
+        "Processes that this sidecar started for engines.",
+        Feed("sidecar.engine_started"),
+    ),
+    _counter(
+        "sidecar_engines_ended",
+        "",
+        "Processes for engines that ended: in order, or killed or in trouble.",
+        Feed("sidecar.engine_ended", labels=(Label("how", "how"),)),
+    ),
     # The process.
     _counter("threads_died", "", "Background threads that ended unasked.", Feed("thread.died")),
     _gauge(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pdlink.address import Address
 from pdlink.events import Events
 from pdlink.observability.http import Answer, HttpServer, Probe
-from pdlink.observability.metrics import Metrics
+from pdlink.observability.metrics import Families, Metrics
 
 
 class Watch:
@@ -18,12 +18,20 @@ class Watch:
     """
 
     def __init__(
-        self, bind: str, events: Events, healthy: Probe, ready: Probe, tell_levels: Callable[[], None]
+        self,
+        bind: str,
+        events: Events,
+        healthy: Probe,
+        ready: Probe,
+        tell_levels: Callable[[], None],
+        among: Callable[[Families], Families] | None = None,
     ) -> None:
+        """`among` adds metrics of other processes to this one's."""
         self._events = events
         self._healthy = healthy
         self._ready = ready
         self._tell_levels = tell_levels
+        self._among = among
         self._metrics = Metrics(events)
         try:
             self._http = HttpServer(bind, {"/healthz": healthy, "/readyz": ready}, self._scrape, events)
@@ -42,7 +50,7 @@ class Watch:
     def _scrape(self, accept: str) -> tuple[bytes, str]:
         self._tell_levels()
         self._events.emit("process.levels", healthy=int(self._healthy().ok), ready=int(self._ready().ok))
-        return self._metrics.render(accept)
+        return self._metrics.render(accept, self._among)
 
 
 __all__ = ["Answer", "Watch"]

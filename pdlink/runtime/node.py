@@ -90,8 +90,14 @@ class Node:
         return self._health.report()
 
     def readiness(self) -> HealthReport:
-        """Whether this process can serve: it is well, has workers, and every prefill rank that was to register has,
-        with a transport that peers can use."""
+        """Whether this process can serve: as `standing`, and it has workers."""
+        report = self.standing()
+        reasons = [] if self._workers else ["this process has no prefill or decode worker yet"]
+        return HealthReport(report.ok and not reasons, (*report.reasons, *reasons), report.parts)
+
+    def standing(self) -> HealthReport:
+        """Whether what this process has can serve: it is well, and every prefill rank that was to register has, with a
+        transport that peers can use."""
         report = self._health.report()
         missing = {}
         for worker in self._workers:
@@ -99,7 +105,6 @@ class Node:
                 text, _ = worker.standing()
                 missing[worker.part] = text or ("" if worker.offered else f"{worker.part} offers no transport")
         reasons = [text for text in missing.values() if text and text not in report.reasons]
-        reasons += [] if self._workers else ["this process has no prefill or decode worker yet"]
         reasons += ["this pdlink node is closed"] if self._closed else []
         parts = {**report.parts, **{name: text for name, text in missing.items() if text}}
         return HealthReport(not (report.reasons or reasons), (*report.reasons, *reasons), parts)

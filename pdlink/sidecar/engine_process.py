@@ -24,6 +24,8 @@ from pdlink.config import Settings
 from pdlink.errors import AccessDenied, DeadlineExceeded, PdlinkError
 from pdlink.limits import raise_soft_limit
 from pdlink.observability.logs import set_up
+from pdlink.observability.metrics import Metrics
+from pdlink.observability.shared_metrics import count_into
 from pdlink.runtime.node import Node
 from pdlink.sidecar import lifeline
 from pdlink.sidecar.session import Session
@@ -80,6 +82,10 @@ class Stream(rpc.SidecarEngineServicer):
         while (message := self._out.get()) is not None:
             yield message
 
+    def Stand(self, request: pb.StandRequest, context: grpc.ServicerContext) -> pb.StandResponse:
+        assert self.session is not None
+        return self.session.stand()
+
     def _read(self, messages: Iterator[pb.EngineMessage]) -> None:
         assert self.session is not None
         try:
@@ -114,6 +120,9 @@ def main() -> None:
             listener = lifeline.Listener(life_path)
             stack.callback(listener.close)
             node = Node(settings)
+            if counts := told["counts"]:
+                count_into(Path(counts["folder"]), counts["slot"])
+                Metrics(node.events)
         except PdlinkError as error:
             parent.say({"error": error_wire.pack_error(error).SerializeToString().hex()})
             return

@@ -15,6 +15,7 @@ from types import TracebackType
 
 import grpc
 
+from pdlink.address import Address
 from pdlink.bootstrap import error_wire
 from pdlink.config import Settings
 from pdlink.errors import (
@@ -29,6 +30,7 @@ from pdlink.errors import (
 from pdlink.events import Events
 from pdlink.sidecar.engine_process import OPTIONS
 from pdlink.sidecar.sockets import Place, private_files, remove
+from pdlink.sidecar.watch import SidecarWatch
 from pdlink.sidecar.wire import PROTOCOL
 from pdlink.testing.child import Child, ChildEnded
 from pdlink.threads import SupervisedThread, handler_threads
@@ -50,6 +52,8 @@ NUM_THREADS = 4
 class _Engine:
     child: Child
     paths: tuple[Path, Path]
+    slot: int
+    """Of its counts, where there are any."""
 
 
 class SidecarServer(rpc.SidecarServicer):
@@ -63,6 +67,7 @@ class SidecarServer(rpc.SidecarServicer):
         self._settings = settings
         self._events = events
         self._lock = threading.Lock()
+        self._watch: SidecarWatch | None = None
         self._engines: dict[_Engine, SupervisedThread] = {}
         """Each with the thread that waits for its end."""
         self._num_starting = 0
@@ -81,8 +86,20 @@ class SidecarServer(rpc.SidecarServicer):
     def start(cls, path: Path, settings: Settings, events: Events | None = None) -> SidecarServer:
         """Serve at `path`. Raises `InvalidInput` for a path that will not do, `ConfigError` for such settings."""
         server = cls(path, settings, events)
+        try:
+            if settings.http_bind:
+                told = (server.path, settings.http_bind, _told(settings), events or Events())
+                server._watch = SidecarWatch(*told)
+        except BaseException:
+            server.close()
+            raise
         server._server.start()
         return server
+
+    @property
+    def http_address(self) -> Address | None:
+        """Where `/healthz`, `/readyz` and `/metrics` are, with `http_bind` set."""
+        return self._watch.address if self._watch else None
 
     def Open(self, request: pb.OpenRequest, context: grpc.ServicerContext) -> pb.OpenResponse:
         try:
@@ -103,6 +120,8 @@ class SidecarServer(rpc.SidecarServicer):
         for one, reaper in engines.items():
             one.child.end(END_TIMEOUT_S)
             reaper.join(END_TIMEOUT_S)
+        if self._watch:
+            self._watch.close()
         self._place.close()
 
     def __enter__(self) -> SidecarServer:
@@ -133,9 +152,11 @@ class SidecarServer(rpc.SidecarServicer):
 
     def _start(self) -> pb.Opened:
         paths = self._place.engine_paths()
-        engine = _Engine(Child("the process of an engine", "pdlink.sidecar.engine_process"), paths)
+        slot, counts = self._watch.take_slot() if self._watch else (0, None)
+        engine = _Engine(Child("the process of an engine", "pdlink.sidecar.engine_process"), paths, slot)
+        told = {"settings": _told(self._settings), "rpc": str(paths[0]), "lifeline": str(paths[1]), "counts": counts}
         try:
-            engine.child.say({"settings": _told(self._settings), "rpc": str(paths[0]), "lifeline": str(paths[1])})
+            engine.child.say(told)
             said = engine.child.hear(START_TIMEOUT_S)
         except (ChildEnded, DeadlineExceeded) as error:
             self._give_up(engine)
@@ -148,6 +169,8 @@ class SidecarServer(rpc.SidecarServicer):
             raise error_wire.unpack_error(common_pb2.ErrorDetail.FromString(bytes.fromhex(said["error"])))
         name = "pdlink-sidecar-reaper"
         reaper = SupervisedThread(lambda: self._reap(engine), name, "sidecar", events=self._events)
+        if self._watch:
+            self._watch.add(slot, engine.child.pid, paths[0])
         with self._lock:
             is_late = self._closed
             if not is_late:
@@ -164,9 +187,11 @@ class SidecarServer(rpc.SidecarServicer):
             log.warning("the process of an engine says %s, which means nothing", json.dumps(line)[:200])
         code = engine.child.close(END_TIMEOUT_S)
         log.log(logging.WARNING if code else logging.INFO, "the process of an engine has ended with code %d", code)
-        self._bury(engine)
+        self._bury(engine, code)
 
-    def _bury(self, engine: _Engine) -> None:
+    def _bury(self, engine: _Engine, code: int) -> None:
+        if self._watch:
+            self._watch.remove(engine.slot, code)
         with self._lock:
             self._engines.pop(engine, None)
         for path in engine.paths:
@@ -174,12 +199,11 @@ class SidecarServer(rpc.SidecarServicer):
 
     def _give_up(self, engine: _Engine) -> None:
         engine.child.kill()
-        engine.child.close()
-        self._bury(engine)
+        self._bury(engine, engine.child.close())
 
 
 def _told(settings: Settings) -> dict[str, object]:
-    """The settings for an engine's process, over a pipe of its own. Health and metrics are the sidecar's to serve."""
+    """The settings for an engine's process, over a pipe of its own. Health and metrics are served by the sidecar."""
     told: dict[str, object] = settings.model_dump(exclude_unset=True)
     if settings.token is not None:
         told["token"] = settings.token.get_secret_value()

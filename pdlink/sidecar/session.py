@@ -64,6 +64,12 @@ class Session:
             return
         self._do(kind, message)
 
+    def stand(self) -> pb.StandResponse:
+        """How the engine's process stands; gauges are set to it, too. Any thread."""
+        self._node.tell_levels()
+        health, readiness = wire.standing(self._node.health()), wire.standing(self._node.standing())
+        return pb.StandResponse(health=health, readiness=readiness)
+
     def end(self, text: str) -> bool:
         """End every request with `text`, tell the peers, close the workers and unmap the engine's memory. Returns
         whether nothing can land in it any more, which the end of the process makes sure of otherwise."""

@@ -16,6 +16,7 @@ from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.decode.links import PrefillInstance
 from pdlink.decode.receiver import Receiver, ReceiveResult
 from pdlink.errors import FrameError, InvalidInput
+from pdlink.health import HealthReport
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace, DecodeRank, DecodeSizes
 from pdlink.layout.readers import ReaderSet
@@ -193,6 +194,10 @@ def unpack_cause(message: control.Cause) -> Failure:
     mismatches = error_wire.unpack_mismatches(message.mismatches)
     told = (message.text, message.worker_id, message.stage, message.fix)
     return Failure(FailureReason(message.reason), *told, mismatches)
+
+
+def standing(report: HealthReport) -> pb.Standing:
+    return pb.Standing(ok=report.ok, reasons=report.reasons, parts=report.parts)
 
 
 def sender_update(

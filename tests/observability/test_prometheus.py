@@ -19,6 +19,7 @@ from pdlink.address import Address
 from tests.link.rig import PAGE_SIZE, Site, make_layout
 from tests.observability.asking import ask
 from tests.processes import PATIENCE_S, started, wait_until
+from tests.sidecar import rig as sidecars
 
 PROMETHEUS = shutil.which("prometheus")
 CONFIG = """
@@ -108,3 +109,32 @@ def test_a_real_prometheus_reads_the_bytes_that_moved(site: Site, tmp_path: Path
             "sum(up)": len(targets),
         }.items():
             assert comes_to(address, expression, value), f"{expression} is {query(address, expression)}"
+
+
+def test_a_real_prometheus_reads_the_bytes_that_moved_between_sidecars(
+    stack: contextlib.ExitStack, tmp_path: Path
+) -> None:
+    rig = sidecars.Rig(stack, Path(stack.enter_context(sidecars.folder_for_sockets())))
+    servers = [rig.server(name, http_bind="127.0.0.1:0") for name in ("pre.sock", "dec.sock")]
+    prefill, decode = rig.prefill(rig.connect(servers[0].path)), rig.decode(rig.connect(servers[1].path))
+    moved = 0
+    with prometheus(tmp_path, [one.http_address for one in servers]) as address:
+        for number in range(4):
+            sender = prefill.open(f"t{number}", [5, 2, 9])
+            receiver = decode.worker.receive(f"t{number}", rig.instance, {"kv": [1, 8, 3]}, 3 * sidecars.PAGE_SIZE)
+            sender.publish([5, 2, 9], last=True)
+            moved += sum(receiver.wait(PATIENCE_S).num_bytes.values())
+        assert moved == 4 * 3 * sidecars.NUM_LAYERS * sidecars.PAGE_SIZE * (656 + 132)
+        for expression, value in {
+            "sum(pdlink_transfer_bytes_total)": moved,
+            'sum(pdlink_transfers_total{state="done"})': 4,
+            'sum(pdlink_requests_total{state="released"})': 4,
+            "sum(pdlink_sidecar_engines)": 2,
+            "sum(pdlink_ready)": 2,
+            "sum(up)": 2,
+        }.items():
+            assert comes_to(address, expression, value), f"{expression} is {query(address, expression)}"
+        # What a process had counted outlives it.
+        sidecars.kill(decode.node.pid)
+        assert comes_to(address, 'sum(pdlink_sidecar_engines_ended_total{how="failed"})', 1)
+        assert query(address, "sum(pdlink_transfer_bytes_total)") == moved

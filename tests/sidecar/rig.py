@@ -97,9 +97,12 @@ class Rig:
 
     def sidecar(self, name: str) -> Path:
         """A sidecar whose own process is this one."""
-        path = self.folder / name
-        self.stack.enter_context(SidecarServer.start(path, load_settings({}, **self.settings())))
-        return path
+        return self.server(name).path
+
+    def server(self, name: str, **more: object) -> SidecarServer:
+        """The same, with further settings."""
+        settings = load_settings({}, **{**self.settings(), **more})
+        return self.stack.enter_context(SidecarServer.start(self.folder / name, settings))
 
     def connect(self, path: Path) -> SidecarNode:
         return self.stack.enter_context(connect(path))
