@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,30 @@ def generate(
     them make the same calls in the same order. `page_ids` hold the cache of `prompt` and have room for the new tokens,
     whose rows are written behind it. Raises `InvalidInput` when they have not.
     """
+    steps = generation_steps(model, pool, page_ids, prompt, first_token, max_new_tokens=max_new_tokens, group=group)
+    tokens = [first_token]
+    rows: list[torch.Tensor] = []
+    for token, logits in steps:
+        tokens.append(token)
+        rows.append(logits)
+    logits = torch.stack(rows) if rows else torch.empty((0, model.vocab_size))
+    return Generation(tuple(tokens), logits)
+
+
+def generation_steps(
+    model: ReferenceModel,
+    pool: PagedPool,
+    page_ids: Sequence[int],
+    prompt: Sequence[int],
+    first_token: int,
+    *,
+    max_new_tokens: int,
+    group: TpGroup | None = None,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """As `generate`, a token at a time: those after `first_token`, each with its logits, float32 [vocab].
+
+    Nothing is computed before a token is asked for. Steps of several requests may take turns, on pages of their own.
+    """
     page_size = pool.layout.components[0].page_size
     room = len(page_ids) * page_size
     needed = len(prompt) + max_new_tokens - 1
@@ -56,15 +80,26 @@ def generate(
             f"{len(page_ids)} pages of {page_size} hold {room} and model {model.name!r} allows {model.max_tokens}"
         )
     slots = slots_of(page_ids, page_size, 0, needed)
-    group = group or TpGroup()
-    stage = Stage(model, layers=split_layers(model, group))
-    tokens = [first_token]
-    rows: list[torch.Tensor] = []
-    while len(tokens) < max_new_tokens and tokens[-1] not in model.stop_tokens:
-        rows.append(_step(stage, model, pool, page_ids, slots, len(prompt) + len(tokens) - 1, tokens[-1]))
-        tokens.append(int(rows[-1].argmax()))
-    logits = torch.stack(rows) if rows else torch.empty((0, model.vocab_size))
-    return Generation(tuple(tokens), logits)
+    stage = Stage(model, layers=split_layers(model, group or TpGroup()))
+    return _steps(stage, model, pool, page_ids, slots, len(prompt), first_token, max_new_tokens)
+
+
+def _steps(
+    stage: Stage,
+    model: ReferenceModel,
+    pool: PagedPool,
+    page_ids: Sequence[int],
+    slots: torch.Tensor,
+    num_prompt: int,
+    token: int,
+    max_new_tokens: int,
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for position in range(num_prompt, num_prompt + max_new_tokens - 1):
+        if token in model.stop_tokens:
+            return
+        logits = _step(stage, model, pool, page_ids, slots, position, token)
+        token = int(logits.argmax())
+        yield token, logits
 
 
 def _step(

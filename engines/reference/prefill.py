@@ -131,6 +131,15 @@ class PrefillEngine:
             if request_id in self._requests:
                 self._released.add(request_id)
 
+    def holds(self, request_id: str) -> bool:
+        """Whether the id is in use: it was submitted, and its pages were not handed back yet."""
+        return request_id in self._requests
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has pages and no result yet."""
+        return bool(self._turns)
+
     def step(self) -> PrefillResult | None:
         """Run one chunk of the next request in turn, if any can run; returns the result of one that finished by it.
 
