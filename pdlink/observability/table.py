@@ -208,6 +208,12 @@ METRICS: tuple[Metric, ...] = (
         Feed("request.end", labels=(Label("state", "state"),)),
     ),
     _counter(
+        "published_bytes",
+        "bytes",
+        "Bytes of pages of this rank's layers that were published in requests that were released.",
+        Feed("request.end", ("num_bytes",), {"state": "released"}),
+    ),
+    _counter(
         "request_failures",
         "",
         "Published requests that ended badly, by the reason of the first failure.",

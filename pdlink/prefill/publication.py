@@ -11,6 +11,7 @@ import numpy as np
 from pdlink.control.frames import Ready
 from pdlink.errors import StateError
 from pdlink.layout.parts import Part
+from pdlink.layout.regions import Region
 from pdlink.transfer.descriptors import Int64Array, PageRuns
 from pdlink.transfer.digests import DigestTable
 from pdlink.transfer.kept import Kept
@@ -40,6 +41,12 @@ class Publication:
     aux: bytes | None = None
     digests: dict[Parts, DigestTable] = field(default_factory=dict)
     _runs: Kept[tuple[int, int], PageRuns] = field(default_factory=lambda: Kept(MAX_KEPT_RUNS))
+
+    def num_bytes(self, regions: Mapping[tuple[str, int], Region]) -> int:
+        """Of its pages, in all of its layers."""
+        return len(self.page_ids) * sum(
+            regions[component, layer].page_bytes for component, layers in self.layers.items() for layer in layers
+        )
 
     def pack_runs(self, start: int, num_pages: int) -> PageRuns:
         """The page pairs that pack `num_pages` from `start` on, made once: most pieces have the same pages."""

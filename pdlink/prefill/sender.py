@@ -376,6 +376,7 @@ class Sender:
             "state": self._state.now.value,
             "reason": self.failure.reason.value if self.failure else "",
             "num_pages": sum(published.values()),
+            "num_bytes": sum(one.num_bytes(self._rank.regions) for one in self._publications),
             "num_publications": len(self._publications),
             "elapsed_s": (self.ended_at or self._clock()) - self._opened,
             "trace_parent": self._trace_parent,

@@ -11,7 +11,8 @@ from pdlink.transfer.failure import Failure
 
 def log_end(log: logging.Logger, told: Mapping[str, object], failure: Failure | None) -> None:
     """Write how a request ended: a warning where it failed. `told` are its facts, which the record carries as they are
-    (`record.pdlink`): `transfer_id`, `state`, `peers`, `num_bytes`, `elapsed_s` and whatever else is known of it."""
+    (`record.pdlink`): `transfer_id`, `state`, `num_bytes`, `elapsed_s` and whatever else is known of it. `peers` are
+    the ranks that decode pulled from; without them the bytes are those that prefill published for `decode`."""
     nbytes, elapsed_s = cast(int, told.get("num_bytes", 0)), cast(float, told["elapsed_s"])
     peers = cast(Sequence[str], told.get("peers", ()))
     gb_per_s = nbytes / elapsed_s / 1e9 if elapsed_s > 0 else 0.0
@@ -19,7 +20,6 @@ def log_end(log: logging.Logger, told: Mapping[str, object], failure: Failure | 
     if failure:
         log.warning("transfer %s %s: %s", told["transfer_id"], told["state"], failure, extra=facts)
         return
-    moved = (
-        f": {nbytes} bytes from {len(peers)} ranks in {elapsed_s * 1e3:.1f} ms, {gb_per_s:.2f} GB/s" if nbytes else ""
-    )
+    whose = f"from {len(peers)} ranks" if peers else f"published for {told.get('decode')}"
+    moved = f": {nbytes} bytes {whose} in {elapsed_s * 1e3:.1f} ms, {gb_per_s:.2f} GB/s" if nbytes else ""
     log.info("transfer %s %s%s", told["transfer_id"], told["state"], moved, extra=facts)

@@ -73,6 +73,8 @@ def test_bytes_and_descriptors_that_are_counted_are_those_that_moved(site: Site)
     for owner in owners:
         reaches(owner, 2, "pdlink_requests_total", state="released")
         reaches(owner, 0, "pdlink_publication_leases_held")
+    published = [Scrape(owner.node.http_address).sum("pdlink_published_bytes_total") for owner in owners]
+    assert sum(published) == moved
 
 
 def test_a_request_that_runs_shows_as_such_and_one_that_fails_by_its_reason(site: Site) -> None:
@@ -230,6 +232,11 @@ def test_the_log_has_one_line_for_a_request_with_what_became_of_it(
     assert "no memory" in failed["text"]
     of_good = [one for one in lines("pdlink.prefill", caplog) if one["transfer_id"] == "good"]
     assert [(one["state"], one["num_pages"], one["decode"]) for one in of_good] == [("released", 2, "dec")] * 2
+    assert {one["worker_id"]: one["num_bytes"] for one in of_good} == result.num_bytes
+    for one in of_good:
+        assert one["gb_per_s"] == pytest.approx(one["num_bytes"] / one["elapsed_s"] / 1e9, abs=1e-4)
+        assert f"{one['num_bytes']} bytes published for dec in " in one["message"]
+        assert one["message"].endswith(" GB/s")
 
 
 def test_a_node_serves_nothing_unless_it_is_told_to(site: Site) -> None:

@@ -591,4 +591,6 @@ def test_a_success_is_no_warning(rig: Rig, caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level("INFO", "pdlink.prefill")
     published(rig)
     rig.release(1, {})
-    assert [(one.levelname, one.message) for one in caplog.records] == [("INFO", "transfer t released")]
+    assert [(one.levelname, one.message) for one in caplog.records] == [
+        ("INFO", "transfer t released: 302592 bytes published for dec in 0.0 ms, 0.00 GB/s")
+    ]
