@@ -12,7 +12,7 @@ from pdlink.bootstrap.messages import PrefillServerInfo, ProtocolRange, Registra
 from pdlink.config import PREFIX, Settings
 from pdlink.errors import Mismatch
 from pdlink.layout import CacheLayout, LayerPlan, compare, find_faults, fingerprint
-from pdlink.layout.components import DRAFT_PREFIX
+from pdlink.layout.components import DRAFT_PREFIX, Component
 from pdlink.layout.page_slices import obstacle
 from pdlink.layout.parts import Part, part_of
 
@@ -54,6 +54,7 @@ def check_parts(
     """Why pages of an instance, whose side and body fit, cannot become pages of a decode rank that holds `parts` of
     them; empty when they can. That prefill lacks a draft which decode has is a reason where the settings demand it."""
     found = []
+    by_tp = [prefill.layout_of(tp) for tp in range(prefill.sizes.tp)]
     theirs = {one.name: one for one in prefill.layout.components}
     offered = {region.component for rank in prefill.ranks for region in rank.regions}
     for here in decode.components:
@@ -63,8 +64,10 @@ def check_parts(
             found.append(Mismatch(here.name, "not offered" if there else "absent", "required", fix))
         if there is None:
             continue
-        held = [part_of(there, tp, prefill.sizes.tp) for tp in range(prefill.sizes.tp)]
-        if text := next(filter(None, (obstacle(there, one, here, wanted) for one in held)), ""):
+        sides = [layout.component(here.name) for layout in by_tp]
+        held = [part_of(one, tp, prefill.sizes.tp) for tp, one in enumerate(sides)]
+        obstacles = (obstacle(one, part, here, wanted) for one, part in zip(sides, held, strict=True))
+        if text := next(filter(None, obstacles), ""):
             found.append(Mismatch(f"{here.name}.part", str(held[0]), str(wanted), text))
     return tuple(found)
 
@@ -98,6 +101,8 @@ def differences(held: Registration, new: Registration) -> tuple[Mismatch, ...]:
         found += _check_equal("draft components", _draft_names(held.layout), _draft_names(new.layout))
         found += _compare_drafts(held.layout, new.layout)
     found += _check_equal("parallel sizes", str(held.sizes), str(new.sizes))
+    if not found and held.rank.coordinates.tp == new.rank.coordinates.tp:
+        found += _compare_pages(held.layout, new.layout, held.rank.coordinates.tp)
     if not found:
         for name, kind in held.kinds.items():
             found += _check_equal(f"{name}.plan", str(kind), str(new.kinds[name]))
@@ -118,6 +123,21 @@ def _compare_drafts(prefill: CacheLayout, decode: CacheLayout) -> tuple[Mismatch
         return ()
     found = compare(fingerprint(ours), fingerprint(theirs))
     return tuple(replace(one, field=DRAFT_PREFIX + one.field) for one in found)
+
+
+def _compare_pages(held: CacheLayout, new: CacheLayout, tp: int) -> tuple[Mismatch, ...]:
+    """Differences in what pages look like that ranks of different heads may have, and others may not."""
+    fix = f"start every rank of tp {tp} with the same heads and storage format"
+    return tuple(
+        Mismatch(f"{one.name}.pages", _pages_text(one), _pages_text(other), fix)
+        for one, other in zip(held.components, new.components, strict=True)
+        if one != other
+    )
+
+
+def _pages_text(component: Component) -> str:
+    fields = ", ".join(f"{one.name}@{one.offset}/{one.token_stride}/{one.head_stride}" for one in component.fields)
+    return f"{component.num_heads} heads in {component.page_bytes} B ({fields})"
 
 
 def _draft_layout(layout: CacheLayout) -> CacheLayout | None:

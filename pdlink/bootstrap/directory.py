@@ -320,9 +320,11 @@ def _judge(name: str, instance: _Instance) -> PrefillServerInfo | str:
         names = {str(place): worker for place, worker in instance.places.items()}
         shown = "; ".join(_with_workers(text, names) for text in faults[:_SHOWN_FAULTS])
         return f"instance {name!r} is not ready: {shown}{more}"
-    return PrefillServerInfo(
-        name, one.protocol, one.layout, fingerprint(one.layout), one.sizes, one.kinds, tuple(ranks), instance.version
-    )
+    layouts = {entry.registration.rank.coordinates.tp: entry.registration.layout for entry in instance.workers.values()}
+    by_tp = tuple(layouts[tp] for tp in range(one.sizes.tp)) if len(set(layouts.values())) > 1 else ()
+    print_of = fingerprint(layouts[0])
+    facts = (name, one.protocol, layouts[0], print_of, one.sizes, one.kinds, tuple(ranks), instance.version, by_tp)
+    return PrefillServerInfo(*facts)
 
 
 def _with_workers(text: str, names: Mapping[str, str]) -> str:
@@ -381,18 +383,20 @@ def _check_place_free(instance: _Instance, new: Registration) -> None:
 
 
 def _check_agrees(instance: _Instance, new: Registration) -> None:
-    """All live workers say alike what belongs to the instance; one that is alone may change its mind."""
-    for worker_id, entry in instance.workers.items():
-        if worker_id == new.rank.worker_id:
-            continue
-        found = differences(entry.registration, new)
-        if found:
-            first, more = found[0], f" (+{len(found) - 1} more)" if len(found) > 1 else ""
-            fix = f"; {first.fix}" if first.fix else ""
+    """All live workers say alike what belongs to the instance; one that is alone may change its mind. Ranks of the same
+    tp coordinate have the same pages too, heads and all."""
+    mine, tp = new.rank.worker_id, new.rank.coordinates.tp
+    others = (one.registration for worker_id, one in instance.workers.items() if worker_id != mine)
+    first = next(others, None)
+    is_alike = first is None or first.rank.coordinates.tp == tp
+    for held in (first, None if is_alike else next((one for one in others if one.rank.coordinates.tp == tp), None)):
+        found = differences(held, new) if held else ()
+        if held and found:
+            first_of, more = found[0], f" (+{len(found) - 1} more)" if len(found) > 1 else ""
+            fix = f"; {first_of.fix}" if first_of.fix else ""
             raise RegistrationConflict(
                 found,
-                worker_id,
-                f"worker {new.rank.worker_id!r} registers {first.field} {first.decode} with instance "
-                f"{new.instance!r}, where live worker {worker_id!r} registered {first.prefill}{fix}{more}",
+                held.rank.worker_id,
+                f"worker {new.rank.worker_id!r} registers {first_of.field} {first_of.decode} with instance "
+                f"{new.instance!r}, where live worker {held.rank.worker_id!r} registered {first_of.prefill}{fix}{more}",
             )
-        return

@@ -176,7 +176,8 @@ class PrefillServerInfo:
     """A prefill instance as decode sees it. `ranks` are in order of their coordinates.
 
     Building one checks every rank and that no two share a name or a place; whether the plan is whole is
-    `compat.check_body`'s to say. `version` changes whenever the service's view of the instance does.
+    `compat.check_body`'s to say. `version` changes whenever the service's view of the instance does. `tp_layouts` has
+    the layout of each tp rank where they are not all `layout`, because heads are split unevenly; `layout` is the first.
     """
 
     instance: str
@@ -187,16 +188,23 @@ class PrefillServerInfo:
     kinds: Mapping[str, PlanKind]
     ranks: tuple[RankInfo, ...]
     version: int = 0
+    tp_layouts: tuple[CacheLayout, ...] = ()
 
     def __post_init__(self) -> None:
         check_name("instance", self.instance)
         _check_body(self.layout, self.sizes, self.kinds)
-        if self.fingerprint != fingerprint(self.layout):
+        if self.tp_layouts and (len(self.tp_layouts) != self.sizes.tp or self.tp_layouts[0] != self.layout):
+            raise InvalidInput(
+                f"instance {self.instance!r} has {len(self.tp_layouts)} layouts for tp={self.sizes.tp}, of which the "
+                "first must be its layout"
+            )
+        if any(self.fingerprint != fingerprint(one) for one in {self.layout, *self.tp_layouts}):
             raise InvalidInput(f"fingerprint of instance {self.instance!r} does not describe its layout")
         object.__setattr__(self, "kinds", {name: self.kinds[name] for name in sorted(self.kinds)})
         object.__setattr__(self, "ranks", tuple(sorted(self.ranks, key=lambda one: one.coordinates)))
         for one in self.ranks:
-            _check_rank(one, self.layout, self.sizes)
+            self.sizes.check(one.coordinates)
+            _check_rank(one, self.layout_of(one.coordinates.tp), self.sizes)
         _check_unique("worker_id", self.instance, [one.worker_id for one in self.ranks])
         _check_unique("rank", self.instance, [str(one.coordinates) for one in self.ranks])
 
@@ -208,6 +216,10 @@ class PrefillServerInfo:
     def is_split(self) -> bool:
         """Whether any component is split over the ranks of a shard group."""
         return PlanKind.SPLIT in self.kinds.values()
+
+    def layout_of(self, tp: int) -> CacheLayout:
+        """What pages of that tp rank look like."""
+        return self.tp_layouts[tp] if self.tp_layouts else self.layout
 
     def layer_plan(self) -> LayerPlan:
         """Who owns which layer; built once."""

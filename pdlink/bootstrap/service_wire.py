@@ -128,6 +128,7 @@ def pack_info(value: PrefillServerInfo) -> pb.PrefillServerInfo:
         kinds=wire.pack_kinds(value.kinds),
         ranks=[pack_rank_info(one) for one in value.ranks],
         version=value.version,
+        tp_layouts=[wire.pack_layout(one) for one in value.tp_layouts],
     )
 
 
@@ -135,6 +136,7 @@ def unpack_info(message: pb.PrefillServerInfo) -> PrefillServerInfo:
     """The whole instance. Whoever reads one from the wire compares its side first (`wire.unpack_side`)."""
     _require(message, "instance", "protocol", "fingerprint", "layout", "sizes")
     wire.bounded("ranks", len(message.ranks), MAX_RANKS)
+    wire.bounded("tp_layouts", len(message.tp_layouts), MAX_RANKS)
     with wire.reading(f"instance {wire.clip(message.instance, 64)!r}"):
         return PrefillServerInfo(
             message.instance,
@@ -145,6 +147,7 @@ def unpack_info(message: pb.PrefillServerInfo) -> PrefillServerInfo:
             wire.unpack_kinds(message.kinds),
             tuple(unpack_rank_info(one) for one in message.ranks),
             message.version,
+            tuple(wire.unpack_layout(one) for one in message.tp_layouts),
         )
 
 

@@ -82,7 +82,8 @@ def plan(
         from pdlink.cli.plan_pair import show_pair
 
         theirs = replace(figures, page_size=decode_page_size or page_size, dtype=decode_dtype or dtype)
-        show_pair(subject, sizes, PlanKind(kind.value), decode, theirs, tokens, as_json=json)
+        prefills = figures.layouts(sizes.tp)
+        show_pair(subject, prefills, sizes, PlanKind(kind.value), decode, theirs, tokens, as_json=json)
         return
     if decode_page_size or decode_dtype:
         raise InvalidInput("--decode-page-size and --decode-dtype go with --decode")
@@ -91,7 +92,8 @@ def plan(
     for layout in filter(None, (subject.layout, subject.own_layout)):
         layer_plan = LayerPlan.balanced(layout, sizes, placed)
         layer_plan.check(layout)
-        footprint = measure(layout, layer_plan, tokens, reserved_pages=reserved_pages, scratch_slots=scratch_slots)
+        layouts = figures.layouts(sizes.tp) if layout is subject.layout else [layout]
+        footprint = measure(layouts, layer_plan, tokens, reserved_pages=reserved_pages, scratch_slots=scratch_slots)
         results.append((layout, layer_plan, footprint))
     if json:
         value = _as_json(subject, sizes, *results[0]) | {"plan": kind.value, "page_size": page_size}

@@ -29,6 +29,7 @@ MAX_IDS = 20
 
 def show_pair(
     subject: Subject,
+    prefill: Sequence[CacheLayout],
     sizes: ParallelSizes,
     kind: PlanKind,
     decode: str,
@@ -37,7 +38,8 @@ def show_pair(
     *,
     as_json: bool,
 ) -> None:
-    """Print the pairing of prefill's `subject` with a decode instance of sizes `decode`, which caches `figures`.
+    """Print the pairing of prefill's `subject`, whose tp ranks have the layouts `prefill`, with a decode instance of
+    sizes `decode`, which caches `figures`.
 
     Raises `InvalidInput` for sizes that cannot be, and `IncompatibleError` or `PlanError` (after the JSON, where that
     is asked for) with why the two sides do not fit.
@@ -57,7 +59,7 @@ def show_pair(
     }
     layouts = _layouts(figures, taken)
     try:
-        table = _table(subject.layout, layouts, sizes, kind, taken, num_tokens)
+        table = _table(prefill, layouts, sizes, kind, taken, num_tokens)
     except (IncompatibleError, PlanError, LayoutError) as error:
         if as_json:
             print_json(head | {"fits": False, "refused": _refusals(error)})
@@ -69,7 +71,7 @@ def show_pair(
     _show(out, subject, sizes, kind, taken, table)
     own = figures.subject(taken.tp).own_layout if subject.own_layout else None
     if own is not None:
-        _show_own(out, subject, _table(subject.own_layout or own, [own] * taken.tp, sizes, kind, taken, num_tokens))
+        _show_own(out, subject, _table([subject.own_layout or own], [own] * taken.tp, sizes, kind, taken, num_tokens))
 
 
 def _decode_sizes(text: str) -> DecodeSizes:
@@ -85,32 +87,33 @@ def _decode_sizes(text: str) -> DecodeSizes:
 def _layouts(figures: Figures, taken: DecodeSizes) -> list[CacheLayout]:
     """Of each tp rank of decode."""
     try:
-        return [figures.subject(taken.tp, tp, uneven=True).layout for tp in range(taken.tp)]
+        return figures.layouts(taken.tp)
     except InvalidInput as error:
         raise InvalidInput(f"decode {_short(taken)}: {error}") from error
 
 
 def _table(
-    layout: CacheLayout,
+    prefill: Sequence[CacheLayout],
     layouts: Sequence[CacheLayout],
     sizes: ParallelSizes,
     kind: PlanKind,
     taken: DecodeSizes,
     num_tokens: int,
 ) -> PairTable:
-    """The pairing of prefill's `layout` with decode's, one for each tp rank."""
+    """The pairing of prefill's layouts with decode's, one for each tp rank or one for all."""
     from pdlink.layout.decode_plan import DecodePlan
     from pdlink.layout.fingerprint import compare, fingerprint
     from pdlink.layout.layer_plan import LayerPlan
     from pdlink.transfer.pair_table import tabulate
 
+    layout = prefill[0]
     mismatches = compare(fingerprint(layout), fingerprint(layouts[0]))
     if mismatches:
         raise IncompatibleError(mismatches)
     plan = LayerPlan.balanced(layout, sizes, kind)
     plan.check(layout)
     decode = DecodePlan.balanced(layouts[0], taken)
-    return tabulate(layout, plan, decode, lambda rank: layouts[rank.tp], num_tokens)
+    return tabulate(prefill, plan, decode, lambda rank: layouts[rank.tp], num_tokens)
 
 
 def _refusals(error: Exception) -> list[dict[str, str]]:

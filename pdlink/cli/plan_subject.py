@@ -37,17 +37,25 @@ class Figures:
     dtype: str | None
     page_size: int
 
-    def subject(self, tp: int, rank: int = 0, *, uneven: bool = False) -> Subject:
-        """What rank `rank` of `tp` caches. Where tp does not divide the heads, the first ranks have one more, if that
-        may be (`uneven`: decode only, as a prefill instance has one layout). Raises `InvalidInput`."""
+    def layouts(self, tp: int) -> list[CacheLayout]:
+        """Of each of `tp` ranks. Raises `InvalidInput`."""
+        first = self.subject(tp).layout
+        total = max((one.total_heads for one in first.components), default=0)
+        counts = [len(heads_of(total, tp, rank, "the model has")) for rank in range(tp)] if total else [0] * tp
+        made = {count: self.subject(tp, counts.index(count)).layout for count in set(counts)}
+        return [made[count] for count in counts]
+
+    def subject(self, tp: int, rank: int = 0) -> Subject:
+        """What rank `rank` of `tp` caches. Where tp does not divide the heads, the first ranks have one more. Raises
+        `InvalidInput`."""
         if any((self.layers, self.latent_bytes, self.index_bytes, self.kv_heads, self.head_dim)):
             if self.model:
                 text = "names a layout; leave out --layers and the other figures, or --model"
                 raise InvalidInput(f"--model {self.model} {text}")
-            return self._described(tp, rank, uneven)
-        return self._named(self.model or DEFAULT_MODEL, tp, rank, uneven)
+            return self._described(tp, rank)
+        return self._named(self.model or DEFAULT_MODEL, tp, rank)
 
-    def _named(self, name: str, tp: int, rank: int, uneven: bool) -> Subject:
+    def _named(self, name: str, tp: int, rank: int) -> Subject:
         from pdlink.layout.models import MODELS, nearest
         from pdlink_engines.reference.models import MODEL_NAMES, model_shape
 
@@ -60,10 +68,10 @@ class Figures:
         shape = model_shape(name)
         if self.dtype not in (None, shape.dtype):
             raise InvalidInput(f"--dtype {self.dtype} is not what {name} runs in here; it is {shape.dtype}")
-        kept = heads_of(shape.kv_heads, tp, rank, uneven, f"{name} has") if shape.kv_heads else None
+        kept = heads_of(shape.kv_heads, tp, rank, f"{name} has") if shape.kv_heads else None
         return Subject(name, name, shape.layout(self.page_size, kept))
 
-    def _described(self, tp: int, rank: int, uneven: bool) -> Subject:
+    def _described(self, tp: int, rank: int) -> Subject:
         from pdlink.layout.models import describe_layout
 
         if not self.layers:
@@ -74,7 +82,7 @@ class Figures:
             raise InvalidInput(f"--kv-heads {self.kv_heads} and --head-dim {self.head_dim} go together")
         if self.kv_heads and self.index_bytes:
             raise InvalidInput("--index-bytes goes with --latent-bytes")
-        kept = heads_of(self.kv_heads, tp, rank, uneven, "--kv-heads") if self.kv_heads else range(0)
+        kept = heads_of(self.kv_heads, tp, rank, "--kv-heads") if self.kv_heads else range(0)
         layout = describe_layout(
             self.layers,
             self.page_size,
@@ -88,12 +96,15 @@ class Figures:
         return Subject("described", "described layout", layout)
 
 
-def heads_of(num_heads: int, tp: int, rank: int, uneven: bool, what: str) -> range:
-    """The heads of one rank: a range of its own, or with more ranks than heads one head that neighbours have too."""
+def heads_of(num_heads: int, tp: int, rank: int, what: str) -> range:
+    """The heads of one rank: a range of its own, or with more ranks than heads one head that neighbours have too.
+    Raises `InvalidInput` that begins with `what`."""
     from pdlink.layout.layer_plan import balanced_ranges
 
     if tp > num_heads and tp % num_heads == 0:
         return range(rank * num_heads // tp, rank * num_heads // tp + 1)
-    if tp > num_heads or (num_heads % tp and not uneven):
-        raise InvalidInput(f"{what} {num_heads} cannot be spread over tp {tp}; one must divide the other")
+    if tp > num_heads:
+        raise InvalidInput(
+            f"{what} {num_heads} cannot be spread over tp {tp}; past the number of heads, tp must be a multiple of it"
+        )
     return balanced_ranges(num_heads, tp)[rank]

@@ -67,10 +67,11 @@ class DecodeFacts:
 
 def sources(info: PrefillServerInfo, dp: int) -> Sequence[Source]:
     """The ranks of a dp group, and what the pages of each hold."""
-    components, tp_size = info.layout.components, info.sizes.tp
-    parts = [{one.name: part_of(one, tp, tp_size) for one in components} for tp in range(tp_size)]
+    tp_size = info.sizes.tp
+    layouts = [info.layout_of(tp) for tp in range(tp_size)]
+    parts = [{one.name: part_of(one, tp, tp_size) for one in layouts[tp].components} for tp in range(tp_size)]
     return [
-        Source(rank.worker_id, rank.regions, parts[rank.coordinates.tp])
+        Source(rank.worker_id, rank.regions, parts[rank.coordinates.tp], layouts[rank.coordinates.tp])
         for rank in info.ranks
         if rank.coordinates.dp == dp
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdlink.errors import LayoutError
@@ -47,9 +48,15 @@ class Footprint:
 
 
 def measure(
-    layout: CacheLayout, plan: LayerPlan, num_tokens: int, *, reserved_pages: int = 1, scratch_slots: int = 2
+    layouts: Sequence[CacheLayout],
+    plan: LayerPlan,
+    num_tokens: int,
+    *,
+    reserved_pages: int = 1,
+    scratch_slots: int = 2,
 ) -> Footprint:
     """The footprint of `plan` with pools that hold `num_tokens` tokens beside `reserved_pages` pages of padding.
+    `layouts` are those of the tp ranks, or one for all.
 
     Scratch is `scratch_slots` layers, at pool size, of each component of which another rank of the shard group owns
     layers. Raises `LayoutError` when `num_tokens` or `reserved_pages` is negative, or nothing is to be held.
@@ -59,7 +66,7 @@ def measure(
             f"num_tokens={num_tokens} must be at least 1, reserved_pages={reserved_pages} and "
             f"scratch_slots={scratch_slots} at least 0"
         )
-    pages = {group.name: group.num_pages(num_tokens) + reserved_pages for group in layout.page_groups}
+    pages = {group.name: group.num_pages(num_tokens) + reserved_pages for group in layouts[0].page_groups}
     together: dict[tuple[int, int, int], dict[str, set[int]]] = {}
     for rank, owned in plan.owned.items():
         union = together.setdefault(rank.shard_group, {})
@@ -72,7 +79,7 @@ def measure(
     ranks = []
     for rank, owned in plan.owned.items():
         held = scratch = unsplit = 0
-        for one in layout.components:
+        for one in layouts[rank.tp % len(layouts)].components:
             mine, everyone = owned.get(one.name, ()), together[rank.shard_group].get(one.name, set())
             held += nbytes(one, len(mine))
             unsplit += nbytes(one, len(everyone))

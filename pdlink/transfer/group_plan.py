@@ -88,9 +88,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class Cutter:
-    """Cuts pages of one layout into runs for pages of another, turn by turn."""
+    """Cuts source pages into runs for pages of a layout, turn by turn."""
 
-    source: CacheLayout
     destination: CacheLayout
     parts: Mapping[str, Part]
 
@@ -103,8 +102,8 @@ class Cutter:
     def slice(self, route: Route, turn: int) -> PageSlice:
         if turn == 0:
             return route.slice
-        here, there = self.destination.component(route.component), self.source.component(route.component)
-        return slice_page(there, route.part, here, self.part(route.component), turn)
+        here = self.destination.component(route.component)
+        return slice_page(route.source, route.part, here, self.part(route.component), turn)
 
 
 def build_group(
@@ -165,7 +164,7 @@ def _check_page_bytes(
 ) -> None:
     """Regions hold pages as the layouts describe them."""
     for route, source, target in zip(routes, sources, taken, strict=True):
-        there, here = cutter.source.component(route.component), cutter.destination.component(route.component)
+        there, here = route.source, cutter.destination.component(route.component)
         if (source.page_bytes, target.page_bytes) != (there.page_bytes, here.page_bytes):
             raise PlanError(
                 f"{route.component!r} layer {route.layer} has page_bytes={source.page_bytes} on prefill and "

@@ -78,19 +78,21 @@ class PairTable:
 
 
 def tabulate(
-    source: CacheLayout,
+    sources: Sequence[CacheLayout],
     plan: LayerPlan,
     decode: DecodePlan,
     destination_of: Callable[[DecodeRank], CacheLayout],
     num_tokens: int,
 ) -> PairTable:
-    """The table for a request of `num_tokens` tokens; `destination_of` is the layout of a decode rank's own pages.
+    """The table for a request of `num_tokens` tokens; `sources` are the layouts of prefill's tp ranks, or one for all,
+    and `destination_of` that of a decode rank's own pages.
 
     Raises `PlanError` and `LayoutError` with why the two instances do not fit.
     """
+    source = sources[0]
     groups = {group.name: group.num_pages(num_tokens) for group in source.page_groups}
     num_pages = {one.name: groups[one.page_group] for one in source.components}
-    holders = holders_of(source, plan)
+    holders = holders_of(sources, plan)
     readers = [one for one in decode.sizes.ranks() if one.dp == 0]
     pulls = []
     for reader in readers:

@@ -5,7 +5,7 @@ It is what every decode rank's planner comes to, without addresses, for whoever 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdlink.layout.components import CacheLayout
@@ -43,17 +43,15 @@ class Share:
         return sum(one.slice.num_runs * num_pages.get(one.component, 0) for one in self.routes)
 
 
-def holders_of(layout: CacheLayout, plan: LayerPlan, dp: int = 0) -> dict[RankCoordinates, Holder]:
-    """What each rank of one dp group of a prefill instance holds, in rank order. Raises `LayoutError` where tp does not
-    fit the heads."""
-    components = layout.components
-    return {
-        rank: Holder(
-            str(rank), plan.owned[rank], {one.name: part_of(one, rank.tp, plan.sizes.tp) for one in components}
-        )
-        for rank in sorted(plan.owned)
-        if rank.dp == dp
-    }
+def holders_of(layouts: Sequence[CacheLayout], plan: LayerPlan, dp: int = 0) -> dict[RankCoordinates, Holder]:
+    """What each rank of one dp group of a prefill instance holds, in rank order. `layouts` are those of its tp ranks,
+    or one for all. Raises `LayoutError` where tp does not fit the heads."""
+    found = {}
+    for rank in (one for one in sorted(plan.owned) if one.dp == dp):
+        layout = layouts[rank.tp % len(layouts)]
+        parts = {one.name: part_of(one, rank.tp, plan.sizes.tp) for one in layout.components}
+        found[rank] = Holder(str(rank), plan.owned[rank], parts, layout)
+    return found
 
 
 def wanted_layers(
@@ -89,6 +87,6 @@ def pair(
     By decode rank, then by prefill rank; pairs that move nothing are left out. Raises `PlanError` and `LayoutError`
     with why the two do not fit.
     """
-    holders = holders_of(source, plan, dp)
+    holders = holders_of([source], plan, dp)
     readers = (one for one in decode.sizes.ranks() if one.dp == 0)
     return tuple(share for reader in readers for share in shares_of(source, holders, destination, decode.place(reader)))

@@ -26,12 +26,14 @@ from pdlink.transfer.routes import Holder, find_routes
 class Source:
     """One prefill rank as the planner sees it: its name and the regions it owns, none for a rank that owns nothing.
 
-    `parts` is what its pages hold of each component: all of it where not named.
+    `parts` is what its pages hold of each component: all of it where not named. `layout` describes its pages, where
+    those of sources differ.
     """
 
     worker_id: str
     regions: tuple[Region, ...]
     parts: Mapping[str, Part] = field(default_factory=dict)
+    layout: CacheLayout | None = None
 
 
 class PullPlanner:
@@ -67,13 +69,13 @@ class PullPlanner:
         targets = {(region.component, region.layer): region for region in destination}
         self._held = [{(region.component, region.layer): region for region in source.regions} for source in sources]
         chosen = _wanted(layout, wanted, owned, targets, {cell for held in self._held for cell in held})
-        holders = [Holder(one.worker_id, _owned(one), one.parts) for one in sources]
+        holders = [Holder(one.worker_id, _owned(one), one.parts, one.layout) for one in sources]
         routes = find_routes(source_layout or layout, holders, layout, chosen, parts, turn)
         self.groups: dict[str, GroupPlan] = {}
         for group in layout.page_groups:
             mine = [one for one in routes if one.component in group.components]
             if mine:
-                cutter = Cutter(source_layout or layout, layout, parts or {})
+                cutter = Cutter(layout, parts or {})
                 self.groups[group.name] = build_group(group.name, mine, self._held, targets, cutter)
         self._rows_of: dict[tuple[int, str, int], tuple[str, int]] = {
             (int(plan.owner[row]), *cell): (plan.name, row)

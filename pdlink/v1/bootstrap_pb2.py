@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from pdlink.v1 import common_pb2 as pdlink_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdlink/v1/bootstrap.proto\x12\tpdlink.v1\x1a\x16pdlink/v1/common.proto\"\'\n\tTransport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x93\x01\n\x0bStagingArea\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x06\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12%\n\x06memory\x18\x05 \x01(\x0e\x32\x15.pdlink.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\"R\n\x0b\x43ontrolKeys\x12\x15\n\rserver_public\x18\x01 \x01(\x0c\x12\x15\n\rclient_public\x18\x02 \x01(\x0c\x12\x15\n\rclient_secret\x18\x03 \x01(\x0c\"\xde\x02\n\x08RankInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12/\n\x0b\x63oordinates\x18\x03 \x01(\x0b\x32\x1a.pdlink.v1.RankCoordinates\x12\"\n\x05owned\x18\x04 \x03(\x0b\x32\x13.pdlink.v1.LayerSet\x12%\n\x07regions\x18\x05 \x03(\x0b\x32\x14.pdlink.v1.RegionSet\x12\x18\n\x10\x63ontrol_endpoint\x18\x06 \x01(\t\x12(\n\ntransports\x18\x07 \x03(\x0b\x32\x14.pdlink.v1.Transport\x12\'\n\x07staging\x18\x08 \x01(\x0b\x32\x16.pdlink.v1.StagingArea\x12,\n\x0c\x63ontrol_keys\x18\t \x01(\x0b\x32\x16.pdlink.v1.ControlKeys\x12\x13\n\x0bstaged_only\x18\n \x03(\t\"\xe9\x01\n\x0cRegistration\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x08protocol\x18\x02 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.CacheLayout\x12\'\n\x05sizes\x18\x04 \x01(\x0b\x32\x18.pdlink.v1.ParallelSizes\x12\'\n\x05kinds\x18\x05 \x03(\x0b\x32\x18.pdlink.v1.ComponentPlan\x12!\n\x04rank\x18\x06 \x01(\x0b\x32\x13.pdlink.v1.RankInfo\"\xad\x02\n\x11PrefillServerInfo\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x08protocol\x18\x02 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12+\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.Fingerprint\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.pdlink.v1.CacheLayout\x12\'\n\x05sizes\x18\x05 \x01(\x0b\x32\x18.pdlink.v1.ParallelSizes\x12\'\n\x05kinds\x18\x06 \x03(\x0b\x32\x18.pdlink.v1.ComponentPlan\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.pdlink.v1.RankInfo\x12\x0f\n\x07version\x18\x08 \x01(\x04\"S\n\x0fRegisterRequest\x12-\n\x0cregistration\x18\x01 \x01(\x0b\x32\x17.pdlink.v1.Registration\x12\x11\n\towner_key\x18\x02 \x01(\x0c\"#\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"X\n\tWorkerKey\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\towner_key\x18\x04 \x01(\x0c\"5\n\x0cRenewRequest\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.pdlink.v1.WorkerKey\"J\n\rRenewResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.pdlink.v1.LeaseStatus\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"7\n\x0fWithdrawRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.pdlink.v1.WorkerKey\"#\n\x10WithdrawResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"\xab\x01\n\x08\x45ndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12/\n\x0b\x63oordinates\x18\x03 \x01(\x0b\x32\x1a.pdlink.v1.RankCoordinates\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12,\n\x0c\x63ontrol_keys\x18\x05 \x01(\x0b\x32\x16.pdlink.v1.ControlKeys\"Z\n\x07Refusal\x12\'\n\nmismatches\x18\x01 \x03(\x0b\x32\x13.pdlink.v1.Mismatch\x12&\n\tendpoints\x18\x02 \x03(\x0b\x32\x13.pdlink.v1.Endpoint\"_\n\x0eResolveRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x1f\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0f.pdlink.v1.Side\x12\x1a\n\x12takes_control_keys\x18\x03 \x01(\x08\"p\n\x0fResolveResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1c.pdlink.v1.PrefillServerInfoH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.pdlink.v1.RefusalH\x00\x42\x08\n\x06\x61nswer\"]\n\x0cWatchRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x1f\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0f.pdlink.v1.Side\x12\x1a\n\x12takes_control_keys\x18\x03 \x01(\x08\"\x9b\x01\n\rWatchResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1c.pdlink.v1.PrefillServerInfoH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.pdlink.v1.RefusalH\x00\x12+\n\tnot_ready\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.ErrorDetailH\x00\x42\x08\n\x06\x61nswer*\x96\x01\n\x0bLeaseStatus\x12\x1c\n\x18LEASE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14LEASE_STATUS_RENEWED\x10\x01\x12\x18\n\x14LEASE_STATUS_UNKNOWN\x10\x02\x12\x19\n\x15LEASE_STATUS_REPLACED\x10\x03\x12\x1a\n\x16LEASE_STATUS_NOT_OWNER\x10\x04\x32\xd1\x02\n\tBootstrap\x12\x43\n\x08Register\x12\x1a.pdlink.v1.RegisterRequest\x1a\x1b.pdlink.v1.RegisterResponse\x12:\n\x05Renew\x12\x17.pdlink.v1.RenewRequest\x1a\x18.pdlink.v1.RenewResponse\x12\x43\n\x08Withdraw\x12\x1a.pdlink.v1.WithdrawRequest\x1a\x1b.pdlink.v1.WithdrawResponse\x12@\n\x07Resolve\x12\x19.pdlink.v1.ResolveRequest\x1a\x1a.pdlink.v1.ResolveResponse\x12<\n\x05Watch\x12\x17.pdlink.v1.WatchRequest\x1a\x18.pdlink.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19pdlink/v1/bootstrap.proto\x12\tpdlink.v1\x1a\x16pdlink/v1/common.proto\"\'\n\tTransport\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x93\x01\n\x0bStagingArea\x12\x14\n\x0c\x62\x61se_address\x18\x01 \x01(\x06\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12%\n\x06memory\x18\x05 \x01(\x0e\x32\x15.pdlink.v1.MemoryKind\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\r\"R\n\x0b\x43ontrolKeys\x12\x15\n\rserver_public\x18\x01 \x01(\x0c\x12\x15\n\rclient_public\x18\x02 \x01(\x0c\x12\x15\n\rclient_secret\x18\x03 \x01(\x0c\"\xde\x02\n\x08RankInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12/\n\x0b\x63oordinates\x18\x03 \x01(\x0b\x32\x1a.pdlink.v1.RankCoordinates\x12\"\n\x05owned\x18\x04 \x03(\x0b\x32\x13.pdlink.v1.LayerSet\x12%\n\x07regions\x18\x05 \x03(\x0b\x32\x14.pdlink.v1.RegionSet\x12\x18\n\x10\x63ontrol_endpoint\x18\x06 \x01(\t\x12(\n\ntransports\x18\x07 \x03(\x0b\x32\x14.pdlink.v1.Transport\x12\'\n\x07staging\x18\x08 \x01(\x0b\x32\x16.pdlink.v1.StagingArea\x12,\n\x0c\x63ontrol_keys\x18\t \x01(\x0b\x32\x16.pdlink.v1.ControlKeys\x12\x13\n\x0bstaged_only\x18\n \x03(\t\"\xe9\x01\n\x0cRegistration\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x08protocol\x18\x02 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12&\n\x06layout\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.CacheLayout\x12\'\n\x05sizes\x18\x04 \x01(\x0b\x32\x18.pdlink.v1.ParallelSizes\x12\'\n\x05kinds\x18\x05 \x03(\x0b\x32\x18.pdlink.v1.ComponentPlan\x12!\n\x04rank\x18\x06 \x01(\x0b\x32\x13.pdlink.v1.RankInfo\"\xd9\x02\n\x11PrefillServerInfo\x12\x10\n\x08instance\x18\x01 \x01(\t\x12*\n\x08protocol\x18\x02 \x01(\x0b\x32\x18.pdlink.v1.ProtocolRange\x12+\n\x0b\x66ingerprint\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.Fingerprint\x12&\n\x06layout\x18\x04 \x01(\x0b\x32\x16.pdlink.v1.CacheLayout\x12\'\n\x05sizes\x18\x05 \x01(\x0b\x32\x18.pdlink.v1.ParallelSizes\x12\'\n\x05kinds\x18\x06 \x03(\x0b\x32\x18.pdlink.v1.ComponentPlan\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.pdlink.v1.RankInfo\x12\x0f\n\x07version\x18\x08 \x01(\x04\x12*\n\ntp_layouts\x18\t \x03(\x0b\x32\x16.pdlink.v1.CacheLayout\"S\n\x0fRegisterRequest\x12-\n\x0cregistration\x18\x01 \x01(\x0b\x32\x17.pdlink.v1.Registration\x12\x11\n\towner_key\x18\x02 \x01(\x0c\"#\n\x10RegisterResponse\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\"X\n\tWorkerKey\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x04\x12\x11\n\towner_key\x18\x04 \x01(\x0c\"5\n\x0cRenewRequest\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.pdlink.v1.WorkerKey\"J\n\rRenewResponse\x12(\n\x08statuses\x18\x01 \x03(\x0e\x32\x16.pdlink.v1.LeaseStatus\x12\x0f\n\x07lease_s\x18\x02 \x01(\x01\"7\n\x0fWithdrawRequest\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.pdlink.v1.WorkerKey\"#\n\x10WithdrawResponse\x12\x0f\n\x07removed\x18\x01 \x01(\x08\"\xab\x01\n\x08\x45ndpoint\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12/\n\x0b\x63oordinates\x18\x03 \x01(\x0b\x32\x1a.pdlink.v1.RankCoordinates\x12\x18\n\x10\x63ontrol_endpoint\x18\x04 \x01(\t\x12,\n\x0c\x63ontrol_keys\x18\x05 \x01(\x0b\x32\x16.pdlink.v1.ControlKeys\"Z\n\x07Refusal\x12\'\n\nmismatches\x18\x01 \x03(\x0b\x32\x13.pdlink.v1.Mismatch\x12&\n\tendpoints\x18\x02 \x03(\x0b\x32\x13.pdlink.v1.Endpoint\"_\n\x0eResolveRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x1f\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0f.pdlink.v1.Side\x12\x1a\n\x12takes_control_keys\x18\x03 \x01(\x08\"p\n\x0fResolveResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1c.pdlink.v1.PrefillServerInfoH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.pdlink.v1.RefusalH\x00\x42\x08\n\x06\x61nswer\"]\n\x0cWatchRequest\x12\x10\n\x08instance\x18\x01 \x01(\t\x12\x1f\n\x06\x64\x65\x63ode\x18\x02 \x01(\x0b\x32\x0f.pdlink.v1.Side\x12\x1a\n\x12takes_control_keys\x18\x03 \x01(\x08\"\x9b\x01\n\rWatchResponse\x12,\n\x04info\x18\x01 \x01(\x0b\x32\x1c.pdlink.v1.PrefillServerInfoH\x00\x12%\n\x07refusal\x18\x02 \x01(\x0b\x32\x12.pdlink.v1.RefusalH\x00\x12+\n\tnot_ready\x18\x03 \x01(\x0b\x32\x16.pdlink.v1.ErrorDetailH\x00\x42\x08\n\x06\x61nswer*\x96\x01\n\x0bLeaseStatus\x12\x1c\n\x18LEASE_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14LEASE_STATUS_RENEWED\x10\x01\x12\x18\n\x14LEASE_STATUS_UNKNOWN\x10\x02\x12\x19\n\x15LEASE_STATUS_REPLACED\x10\x03\x12\x1a\n\x16LEASE_STATUS_NOT_OWNER\x10\x04\x32\xd1\x02\n\tBootstrap\x12\x43\n\x08Register\x12\x1a.pdlink.v1.RegisterRequest\x1a\x1b.pdlink.v1.RegisterResponse\x12:\n\x05Renew\x12\x17.pdlink.v1.RenewRequest\x1a\x18.pdlink.v1.RenewResponse\x12\x43\n\x08Withdraw\x12\x1a.pdlink.v1.WithdrawRequest\x1a\x1b.pdlink.v1.WithdrawResponse\x12@\n\x07Resolve\x12\x19.pdlink.v1.ResolveRequest\x1a\x1a.pdlink.v1.ResolveResponse\x12<\n\x05Watch\x12\x17.pdlink.v1.WatchRequest\x1a\x18.pdlink.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdlink.v1.bootstrap_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATUS']._serialized_start=2400
-  _globals['_LEASESTATUS']._serialized_end=2550
+  _globals['_LEASESTATUS']._serialized_start=2444
+  _globals['_LEASESTATUS']._serialized_end=2594
   _globals['_TRANSPORT']._serialized_start=64
   _globals['_TRANSPORT']._serialized_end=103
   _globals['_STAGINGAREA']._serialized_start=106
@@ -45,33 +45,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTRATION']._serialized_start=693
   _globals['_REGISTRATION']._serialized_end=926
   _globals['_PREFILLSERVERINFO']._serialized_start=929
-  _globals['_PREFILLSERVERINFO']._serialized_end=1230
-  _globals['_REGISTERREQUEST']._serialized_start=1232
-  _globals['_REGISTERREQUEST']._serialized_end=1315
-  _globals['_REGISTERRESPONSE']._serialized_start=1317
-  _globals['_REGISTERRESPONSE']._serialized_end=1352
-  _globals['_WORKERKEY']._serialized_start=1354
-  _globals['_WORKERKEY']._serialized_end=1442
-  _globals['_RENEWREQUEST']._serialized_start=1444
-  _globals['_RENEWREQUEST']._serialized_end=1497
-  _globals['_RENEWRESPONSE']._serialized_start=1499
-  _globals['_RENEWRESPONSE']._serialized_end=1573
-  _globals['_WITHDRAWREQUEST']._serialized_start=1575
-  _globals['_WITHDRAWREQUEST']._serialized_end=1630
-  _globals['_WITHDRAWRESPONSE']._serialized_start=1632
-  _globals['_WITHDRAWRESPONSE']._serialized_end=1667
-  _globals['_ENDPOINT']._serialized_start=1670
-  _globals['_ENDPOINT']._serialized_end=1841
-  _globals['_REFUSAL']._serialized_start=1843
-  _globals['_REFUSAL']._serialized_end=1933
-  _globals['_RESOLVEREQUEST']._serialized_start=1935
-  _globals['_RESOLVEREQUEST']._serialized_end=2030
-  _globals['_RESOLVERESPONSE']._serialized_start=2032
-  _globals['_RESOLVERESPONSE']._serialized_end=2144
-  _globals['_WATCHREQUEST']._serialized_start=2146
-  _globals['_WATCHREQUEST']._serialized_end=2239
-  _globals['_WATCHRESPONSE']._serialized_start=2242
-  _globals['_WATCHRESPONSE']._serialized_end=2397
-  _globals['_BOOTSTRAP']._serialized_start=2553
-  _globals['_BOOTSTRAP']._serialized_end=2890
+  _globals['_PREFILLSERVERINFO']._serialized_end=1274
+  _globals['_REGISTERREQUEST']._serialized_start=1276
+  _globals['_REGISTERREQUEST']._serialized_end=1359
+  _globals['_REGISTERRESPONSE']._serialized_start=1361
+  _globals['_REGISTERRESPONSE']._serialized_end=1396
+  _globals['_WORKERKEY']._serialized_start=1398
+  _globals['_WORKERKEY']._serialized_end=1486
+  _globals['_RENEWREQUEST']._serialized_start=1488
+  _globals['_RENEWREQUEST']._serialized_end=1541
+  _globals['_RENEWRESPONSE']._serialized_start=1543
+  _globals['_RENEWRESPONSE']._serialized_end=1617
+  _globals['_WITHDRAWREQUEST']._serialized_start=1619
+  _globals['_WITHDRAWREQUEST']._serialized_end=1674
+  _globals['_WITHDRAWRESPONSE']._serialized_start=1676
+  _globals['_WITHDRAWRESPONSE']._serialized_end=1711
+  _globals['_ENDPOINT']._serialized_start=1714
+  _globals['_ENDPOINT']._serialized_end=1885
+  _globals['_REFUSAL']._serialized_start=1887
+  _globals['_REFUSAL']._serialized_end=1977
+  _globals['_RESOLVEREQUEST']._serialized_start=1979
+  _globals['_RESOLVEREQUEST']._serialized_end=2074
+  _globals['_RESOLVERESPONSE']._serialized_start=2076
+  _globals['_RESOLVERESPONSE']._serialized_end=2188
+  _globals['_WATCHREQUEST']._serialized_start=2190
+  _globals['_WATCHREQUEST']._serialized_end=2283
+  _globals['_WATCHRESPONSE']._serialized_start=2286
+  _globals['_WATCHRESPONSE']._serialized_end=2441
+  _globals['_BOOTSTRAP']._serialized_start=2597
+  _globals['_BOOTSTRAP']._serialized_end=2934
 # @@protoc_insertion_point(module_scope)

@@ -96,7 +96,7 @@ class Registration(_message.Message):
     def __init__(self, instance: _Optional[str] = ..., protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.CacheLayout, _Mapping]] = ..., sizes: _Optional[_Union[_common_pb2.ParallelSizes, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.ComponentPlan, _Mapping]]] = ..., rank: _Optional[_Union[RankInfo, _Mapping]] = ...) -> None: ...
 
 class PrefillServerInfo(_message.Message):
-    __slots__ = ("instance", "protocol", "fingerprint", "layout", "sizes", "kinds", "ranks", "version")
+    __slots__ = ("instance", "protocol", "fingerprint", "layout", "sizes", "kinds", "ranks", "version", "tp_layouts")
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +105,7 @@ class PrefillServerInfo(_message.Message):
     KINDS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    TP_LAYOUTS_FIELD_NUMBER: _ClassVar[int]
     instance: str
     protocol: _common_pb2.ProtocolRange
     fingerprint: _common_pb2.Fingerprint
@@ -113,7 +114,8 @@ class PrefillServerInfo(_message.Message):
     kinds: _containers.RepeatedCompositeFieldContainer[_common_pb2.ComponentPlan]
     ranks: _containers.RepeatedCompositeFieldContainer[RankInfo]
     version: int
-    def __init__(self, instance: _Optional[str] = ..., protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.CacheLayout, _Mapping]] = ..., sizes: _Optional[_Union[_common_pb2.ParallelSizes, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.ComponentPlan, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
+    tp_layouts: _containers.RepeatedCompositeFieldContainer[_common_pb2.CacheLayout]
+    def __init__(self, instance: _Optional[str] = ..., protocol: _Optional[_Union[_common_pb2.ProtocolRange, _Mapping]] = ..., fingerprint: _Optional[_Union[_common_pb2.Fingerprint, _Mapping]] = ..., layout: _Optional[_Union[_common_pb2.CacheLayout, _Mapping]] = ..., sizes: _Optional[_Union[_common_pb2.ParallelSizes, _Mapping]] = ..., kinds: _Optional[_Iterable[_Union[_common_pb2.ComponentPlan, _Mapping]]] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., version: _Optional[int] = ..., tp_layouts: _Optional[_Iterable[_Union[_common_pb2.CacheLayout, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("registration", "owner_key")

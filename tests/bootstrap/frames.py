@@ -89,6 +89,24 @@ GUARDED = replace(ranks()[1], control_keys=KEYS)
 OWNER = Secret(b"k" * 32)
 REGISTRATION = Registration("glm/prefill", PROTOCOL, layout(), SIZES, KINDS, ranks()[0])
 INFO = PrefillServerInfo("glm/prefill", PROTOCOL, layout(), fingerprint(layout()), SIZES, KINDS, ranks(), 12345)
+UNEVEN_LAYOUTS = tuple(
+    CacheLayout(1, (heads("k", 2, (0,), num_heads=count, head_bytes=4, dtype="float16", total_heads=3),))
+    for count in (2, 1)
+)
+UNEVEN = PrefillServerInfo(
+    "gqa/prefill",
+    PROTOCOL,
+    UNEVEN_LAYOUTS[0],
+    fingerprint(UNEVEN_LAYOUTS[0]),
+    ParallelSizes(tp=2),
+    {"k": PlanKind.SPLIT},
+    tuple(
+        RankInfo(f"gpu{tp}", 1 + tp, RankCoordinates(tp=tp), {"k": (0,)}, (), Address("::1", 7000 + tp), {})
+        for tp in range(2)
+    ),
+    7,
+    UNEVEN_LAYOUTS,
+)
 OTHER = CacheLayout(3, (latent(32, range(3), bytes_per_token=656, dtype="uint8"),))
 MISMATCHES = compare(fingerprint(layout()), fingerprint(OTHER))
 
@@ -101,6 +119,9 @@ GOLDENS = {
         DEVICE_STAGING, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo
     ),
     "prefill_server_info": Golden(INFO, service_wire.pack_info, service_wire.unpack_info, pb.PrefillServerInfo),
+    "prefill_server_info_of_uneven_heads": Golden(
+        UNEVEN, service_wire.pack_info, service_wire.unpack_info, pb.PrefillServerInfo
+    ),
     "worker_key": Golden(REGISTRATION.key, service_wire.pack_key, service_wire.unpack_key, pb.WorkerKey),
     "rank_with_control_keys": Golden(GUARDED, service_wire.pack_rank_info, service_wire.unpack_rank_info, pb.RankInfo),
     "endpoint_with_control_keys": Golden(

@@ -5,7 +5,7 @@ from pdlink.bootstrap.messages import PROTOCOL, PrefillServerInfo, ProtocolRange
 from pdlink.config import Settings
 from pdlink.layout import CacheLayout, ParallelSizes, Part, fingerprint
 from pdlink.layout.components import heads
-from tests.bootstrap.values import make_instance, make_layout
+from tests.bootstrap.values import make_instance, make_layout, uneven_ranks
 
 
 def make_info(registrations):
@@ -106,13 +106,17 @@ def test_parts_of_one_model_can_be_converted():
         assert check_parts(of_heads(2, 4), decode, {"k": Part(rank, 4)}, Settings()) == ()
 
 
-def test_digests_of_whole_pages_are_no_digests_of_parts():
+def test_parts_are_converted_where_digests_are_verified_too():
     decode, verify = by_heads(2, total_heads=8), Settings(verify_digests=True)
-    (found,) = check_parts(of_heads(2, 4), decode, {"k": Part(1, 4)}, verify)
-    assert found.field == "verify_digests"
-    assert "PDLINK_VERIFY_DIGESTS=0" in found.fix
-    assert check_parts(of_heads(2, 4), by_heads(4, total_heads=8), {"k": Part(1, 2)}, verify)
-    assert check_parts(of_heads(1, 8), by_heads(8, total_heads=8), {"k": Part()}, verify) == ()
+    assert check_parts(of_heads(2, 4), decode, {"k": Part(1, 4)}, verify) == ()
+
+
+def test_ranks_of_uneven_heads_are_converted_each_as_it_is():
+    layouts = (by_heads(3, total_heads=5), by_heads(2, total_heads=5))
+    ranks = uneven_ranks(layouts)
+    info = replace(make_info(ranks[:1]), ranks=tuple(one.rank for one in ranks), tp_layouts=layouts)
+    assert check_parts(info, by_heads(5), {"k": Part()}, Settings()) == ()
+    assert [info.layout_of(tp).component("k").num_heads for tp in range(2)] == [3, 2]
 
 
 def test_what_cannot_be_converted_is_a_mismatch():

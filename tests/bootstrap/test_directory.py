@@ -6,8 +6,9 @@ from pdlink.bootstrap.directory import GONE_TTL_S, Claim, Directory, LeaseStatus
 from pdlink.bootstrap.messages import ProtocolRange
 from pdlink.bootstrap.refusals import RegistrationConflict
 from pdlink.errors import IncompatibleError, InvalidInput, NotOwner, NotReady, StaleIncarnation, UnknownInstance
-from pdlink.layout import ParallelSizes, PlanKind, RankCoordinates
-from tests.bootstrap.values import make_instance, make_layout
+from pdlink.layout import CacheLayout, ParallelSizes, PlanKind, RankCoordinates
+from pdlink.layout.components import heads
+from tests.bootstrap.values import make_instance, make_layout, uneven_ranks
 
 NAME = "prefill-a"
 
@@ -45,6 +46,29 @@ def test_registering_twice_counts_once():
         directory.resolve(NAME, 0.0)
     directory.register(second, 0.0)
     assert len(directory.resolve(NAME, 0.0).ranks) == 2
+
+
+def of_heads(num_heads, total=5, **more):
+    made = heads("k", 64, range(2), num_heads=num_heads, head_bytes=8, dtype="bfloat16", total_heads=total)
+    return CacheLayout(2, (replace(made, **more),))
+
+
+def test_tp_ranks_of_uneven_heads_make_one_instance_with_a_layout_for_each():
+    layouts = (of_heads(2), of_heads(2), of_heads(1))
+    info = filled(uneven_ranks(layouts, cp=2)[::-1]).resolve(NAME, 0.0)
+    assert (info.layout, info.tp_layouts) == (layouts[0], layouts)
+    alike = filled(uneven_ranks((of_heads(2, 6),) * 3)).resolve(NAME, 0.0)
+    assert alike.tp_layouts == ()
+
+
+def test_ranks_of_the_same_tp_coordinate_have_pages_alike():
+    first, last = uneven_ranks((of_heads(2, 4), of_heads(2, 4)), cp=2)[::3]
+    odd = of_heads(2, 4, page_bytes=64 * 2 * 8 + 16)
+    other = uneven_ranks((of_heads(2, 4), odd), cp=2)[1]
+    with pytest.raises(
+        RegistrationConflict, match=r"'w1' registers k\.pages 2 heads in 1040 B .* registered 2 heads in 1024 B"
+    ):
+        filled([first, last]).register(other, 0.0)
 
 
 def test_another_page_size_is_refused_with_both_values_and_the_worker():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pdlink.address import Address
 from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration
@@ -88,6 +88,18 @@ def make_instance(
         )
         for index, (rank, share) in enumerate(zip(plan.owned, shares, strict=True))
     ]
+
+
+def uneven_ranks(layouts: Sequence[CacheLayout], cp: int = 1) -> list[Registration]:
+    """One registration for each rank of an instance whose tp ranks have pages of their own."""
+    sizes = ParallelSizes(cp=cp, tp=len(layouts))
+    plan = LayerPlan.balanced(layouts[0], sizes)
+    made = []
+    for number, (rank, owned) in enumerate(plan.owned.items()):
+        layout = layouts[rank.tp]
+        info = make_rank(layout, rank, owned, f"w{number}")
+        made.append(Registration("prefill-a", PROTOCOL, layout, sizes, plan.kinds, info))
+    return made
 
 
 PRINT = fingerprint(make_layout())

@@ -31,7 +31,7 @@ def test_a_split_plan_holds_every_byte_once(
     pages = -(-num_tokens // 4) + reserved
     whole = sum(len(one.layers) * one.page_bytes for one in layout.components) * pages
     found = measure(
-        layout, LayerPlan.balanced(layout, ParallelSizes(cp=cp, pp=pp)), num_tokens, reserved_pages=reserved
+        [layout], LayerPlan.balanced(layout, ParallelSizes(cp=cp, pp=pp)), num_tokens, reserved_pages=reserved
     )
     assert sum(rank.owned_bytes for rank in found.ranks) == whole
     for stage in range(pp):
@@ -43,7 +43,7 @@ def test_a_split_plan_holds_every_byte_once(
 def test_scratch_is_kept_for_components_of_which_others_own_layers(num_layers: int, cp: int) -> None:
     layout = layout_of(num_layers, (0,))
     plan = LayerPlan.balanced(layout, ParallelSizes(cp=cp))
-    found = measure(layout, plan, 4, reserved_pages=0, scratch_slots=3)
+    found = measure([layout], plan, 4, reserved_pages=0, scratch_slots=3)
     for rank in found.ranks:
         expected = sum(
             3 * one.page_bytes for one in layout.components if set(one.layers) - set(rank.owned.get(one.name, ()))
@@ -56,7 +56,7 @@ def test_page_groups_are_counted_in_their_own_pages() -> None:
     state = latent(16, range(2), bytes_per_token=1)
     grouped = type(state)("state", "float32", 16, 16, (0, 1), state.fields, "state")
     layout = CacheLayout(2, (k, grouped))
-    found = measure(layout, LayerPlan.balanced(layout, ParallelSizes(), PlanKind.REPLICATED), 17, reserved_pages=1)
+    found = measure([layout], LayerPlan.balanced(layout, ParallelSizes(), PlanKind.REPLICATED), 17, reserved_pages=1)
     assert found.num_pages == {"kv": 6, "state": 3}
     assert found.owned_bytes == 2 * (6 * 4 + 3 * 16)
 
@@ -67,7 +67,7 @@ def test_figures_that_mean_nothing_are_refused(values: tuple[int, int, int]) -> 
     tokens, reserved, slots = values
     with pytest.raises(LayoutError, match="num_tokens"):
         measure(
-            layout,
+            [layout],
             LayerPlan.balanced(layout, ParallelSizes()),
             tokens,
             reserved_pages=reserved,

@@ -127,6 +127,8 @@ def test_heads_are_spread_over_tp_ranks_and_kept_whole_past_their_number(capsys:
     sizes = {tp: plan(capsys, *options, "--cp", "1", "--tp", str(tp))["owned_bytes"] for tp in (1, 2, 8)}
     whole = 2 * 2 * 4 * 8 * 2  # pages, k and v, heads, values, bytes
     assert sizes == {1: whole, 2: whole // 2, 8: whole // 4}
+    uneven = plan(capsys, *options, "--cp", "1", "--tp", "3")
+    assert [one["owned_bytes"] for one in uneven["ranks"]] == [whole // 2, whole // 4, whole // 4]
 
 
 def test_reference_models_are_planned_as_they_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +150,7 @@ def test_reference_models_are_planned_as_they_run(capsys: pytest.CaptureFixture[
         (("--latent-bytes", "3"), "needs --layers"),
         (("--layers", "3", "--latent-bytes", "4", "--dtype", "bfloat"), "did you mean bfloat16?"),
         (("--layers", "3", "--kv-heads", "4"), "--kv-heads 4 and --head-dim 0 go together"),
-        (("--layers", "3", "--kv-heads", "4", "--head-dim", "8", "--tp", "3"), "--kv-heads 4 cannot be spread"),
+        (("--layers", "3", "--kv-heads", "4", "--head-dim", "8", "--tp", "5"), "--kv-heads 4 cannot be spread"),
         (("--layers", "3", "--latent-bytes", "8", "--index-bytes", "4"), "index_bytes=4"),
         (("--cp", "0"), "--cp '0' cannot be used"),
         (("--cp=two",), "--cp 'two' cannot be used"),

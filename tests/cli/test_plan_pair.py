@@ -68,6 +68,18 @@ def test_heads_are_named_where_a_rank_takes_some_only(capsys: pytest.CaptureFixt
     assert {one["descriptors"] for one in alike["pairs"]} == {4 * 2}
 
 
+def test_heads_that_no_side_divides_evenly_are_paired_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    value = plan(capsys, "--prefill", "tp3", "--decode", "tp5", *GQA, "--tokens", "64")
+    assert [(one["prefill"][-3:], one["decode"][-3:], *one["heads"]["k"]) for one in value["pairs"]] == [
+        ("tp0", "tp0", 0, 2),
+        ("tp0", "tp1", 2, 3),
+        ("tp1", "tp1", 3, 4),
+        ("tp1", "tp2", 4, 6),
+        ("tp2", "tp3", 6, 7),
+        ("tp2", "tp4", 7, 8),
+    ]
+
+
 def test_a_model_that_runs_here_is_spread_as_the_demo_spreads_it(capsys: pytest.CaptureFixture[str]) -> None:
     value = plan(capsys, "--prefill", "pp2cp2", "--decode", "tp2", "--model", "smollm2", "--page-size", "16")
     assert {tuple(one["heads"]["k"]) for one in value["pairs"]} == {(0, 2), (2, 3)}

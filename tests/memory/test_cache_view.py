@@ -131,7 +131,7 @@ def test_the_memory_of_a_rank_is_what_the_plan_predicts(page_size: int, dtype: s
     for sizes in (ParallelSizes(cp=4), ParallelSizes(pp=2, cp=3)):
         plan = LayerPlan.balanced(layout, sizes)
         tokens = 2 * page_size + 1
-        footprint = measure(layout, plan, tokens)
+        footprint = measure([layout], plan, tokens)
         rank = next(one for one in footprint.ranks if one.rank == RankCoordinates(cp=1))
         pool = LayerShardedPool(layout, plan.owned[rank.rank], footprint.num_pages["kv"])
         assert CacheView(pool).nbytes == rank.owned_bytes

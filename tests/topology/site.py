@@ -20,7 +20,7 @@ from pdlink.decode.receiver import Receiver
 from pdlink.decode.worker import DecodeWorker
 from pdlink.errors import Mismatch
 from pdlink.events import Events
-from pdlink.layout import DecodePlace, DecodeRank, Part, part_of
+from pdlink.layout import Component, DecodePlace, DecodeRank, Part, part_of
 from pdlink.prefill.sender import Sender
 from pdlink.prefill.worker import PrefillRank, PrefillWorker
 from pdlink.transfer.failure import FailureReason
@@ -165,13 +165,19 @@ class Site:
         parts = taker.place.parts(taker.worker.layout)
         whole = {}
         for one in taker.worker.layout.components:
-            if there := theirs.get(one.name):
-                held = part_of(there, 0, self.topology.plan.sizes.tp)
-                like = (there.fields, there.page_bytes) == (one.fields, one.page_bytes)
-                whole[one.name] = (
-                    like and parts[one.name].token_count == 1 and held.head_count == parts[one.name].head_count
-                )
+            if one.name in theirs:
+                whole[one.name] = parts[one.name].token_count == 1 and self._has_like(one, parts[one.name])
         taker.landed.add(truth, parts, pages, first, whole)
+
+    def _has_like(self, here: Component, part: Part) -> bool:
+        """Whether a prefill rank has the same heads, in pages that look alike: then they go as they are."""
+        tp = self.topology.plan.sizes.tp
+        for rank, layout in enumerate(self.topology.prefills):
+            there = layout.component(here.name)
+            like = (there.fields, there.page_bytes) == (here.fields, here.page_bytes)
+            if like and part_of(there, rank, tp) == part:
+                return True
+        return False
 
     def begin(self, name: str, ask: Ask, dp: int = 0, damage: Callable[[random.Random], None] | None = None) -> Asked:
         """One request by the ranks of decode group `dp`, some of which come before it is published and some after.
@@ -238,16 +244,15 @@ class Site:
 
     def _owner(self, rank: Any, num_pages: int) -> Owner:
         topology = self.topology
-        pool = Pool(topology.prefill, topology.plan.owned[rank], num_pages, topology.gap)
+        layout = topology.prefills[rank.tp]
+        pool = Pool(layout, topology.plan.owned[rank], num_pages, topology.gap)
         self._stack.callback(pool.close)
-        info = PrefillRank(
-            "pre", topology.prefill, topology.plan.sizes, rank, topology.plan.kinds, pool.owned, pool.regions
-        )
+        info = PrefillRank("pre", layout, topology.plan.sizes, rank, topology.plan.kinds, pool.owned, pool.regions)
         arena = self._arena(self._backends[0]) if pool.regions else None
         rest = (self.settings, self._loop, {self._backends[0].name: self._backends[0]}, Events(), arena)
         worker = PrefillWorker(info, *rest)
         self._stack.callback(worker.close)
-        parts = {one.name: part_of(one, rank.tp, topology.plan.sizes.tp) for one in topology.prefill.components}
+        parts = {one.name: part_of(one, rank.tp, topology.plan.sizes.tp) for one in layout.components}
         return Owner(worker, pool, parts)
 
     def _taker(self, rank: DecodeRank, num_pages: int) -> Taker:

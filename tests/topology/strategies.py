@@ -37,12 +37,17 @@ MOST_LAYERS = 400
 class Topology:
     """Two instances of one model, each with its own layout."""
 
-    prefill: CacheLayout
+    prefills: tuple[CacheLayout, ...]
+    """By tp rank of prefill."""
     plan: LayerPlan
     decodes: tuple[CacheLayout, ...]
     """By tp rank of decode."""
     taken: DecodePlan
     gap: int = 0
+
+    @property
+    def prefill(self) -> CacheLayout:
+        return self.prefills[0]
 
     @property
     def decode(self) -> CacheLayout:
@@ -171,9 +176,6 @@ def topologies(draw: st.DrawFn, most_ranks: int = MOST_RANKS) -> Topology:
     ranks = st.sampled_from([one for one in RANKS if one <= most_ranks])
     is_mla = draw(st.booleans())
     tp, readers_tp = draw(ranks), draw(ranks)
-    cp = draw(st.sampled_from([one for one in (1, 2, 3, 4, 8) if one * tp <= most_ranks]))
-    pp = draw(st.sampled_from([one for one in (1, 2, 3, 4) if one * cp * tp <= most_ranks]))
-    dp = draw(st.sampled_from([one for one in (1, 1, 1, 2) if one * pp * cp * tp <= most_ranks]))
     readers_pp = draw(
         st.sampled_from([one for one in (1, 1, 2, 3, 4) if one * readers_tp <= max(most_ranks // 2, readers_tp)])
     )
@@ -185,6 +187,12 @@ def topologies(draw: st.DrawFn, most_ranks: int = MOST_RANKS) -> Topology:
         if readers_tp > 1 and draw(st.integers(0, 3)) == 0:  # heads that do not come out even
             readers_tp, replicas = 5, 1
             held[1] = tuple(len(one) for one in balanced_ranges(HEADS, readers_tp))
+        if tp > 1 and draw(st.integers(0, 3)) == 0:
+            tp = 5
+            held[0] = tuple(len(one) for one in balanced_ranges(HEADS, tp))
+    cp = draw(st.sampled_from([one for one in (1, 2, 3, 4, 8) if one * tp <= max(most_ranks, tp)]))
+    pp = draw(st.sampled_from([one for one in (1, 2, 3, 4) if one * cp * tp <= max(most_ranks, tp)]))
+    dp = draw(st.sampled_from([one for one in (1, 1, 1, 2) if one * pp * cp * tp <= max(most_ranks, tp)]))
     dcp = draw(st.sampled_from([one for one in (1, 1, 2, 4, 8) if replicas % one == 0]))
     sizes = ParallelSizes(dp, pp, cp, tp)
     taken_sizes = DecodeSizes(draw(st.sampled_from([1, 1, 2])), readers_pp, readers_tp, dcp)
@@ -194,7 +202,7 @@ def topologies(draw: st.DrawFn, most_ranks: int = MOST_RANKS) -> Topology:
     plan = draw(plans(prefill[0], sizes))
     stages = draw(st.one_of(st.none(), starts(decode[0].num_layers, readers_pp)))
     taken = DecodePlan.balanced(decode[0], taken_sizes, stages)
-    return Topology(prefill[0], plan, tuple(decode), taken, draw(st.sampled_from([0, 5])))
+    return Topology(tuple(prefill), plan, tuple(decode), taken, draw(st.sampled_from([0, 5])))
 
 
 @st.composite

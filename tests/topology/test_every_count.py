@@ -34,25 +34,25 @@ def gqa(num_layers: int, tp: int) -> CacheLayout:
 def by_cp(num_layers: int, ranks: int) -> Topology:
     layout = mla(num_layers)
     plan = LayerPlan.balanced(layout, ParallelSizes(cp=ranks))
-    return Topology(layout, plan, (layout,), DecodePlan.balanced(layout, DecodeSizes()))
+    return Topology((layout,) * plan.sizes.tp, plan, (layout,), DecodePlan.balanced(layout, DecodeSizes()))
 
 
 def by_pp(num_layers: int, ranks: int) -> Topology:
     layout = mla(num_layers)
     decode = DecodePlan.balanced(layout, DecodeSizes(pp=3))
-    return Topology(layout, LayerPlan.balanced(layout, ParallelSizes(pp=ranks)), (layout,), decode)
+    return Topology((layout,), LayerPlan.balanced(layout, ParallelSizes(pp=ranks)), (layout,), decode)
 
 
 def by_replicas(num_layers: int, ranks: int) -> Topology:
     layout = mla(num_layers)
     plan = LayerPlan.balanced(layout, ParallelSizes(cp=ranks), PlanKind.REPLICATED)
-    return Topology(layout, plan, (layout,) * 2, DecodePlan.balanced(layout, DecodeSizes(tp=2)))
+    return Topology((layout,), plan, (layout,) * 2, DecodePlan.balanced(layout, DecodeSizes(tp=2)))
 
 
 def by_heads(num_layers: int, ranks: int) -> Topology:
     source, destination = gqa(num_layers, ranks), gqa(num_layers, 3)
     plan = LayerPlan.balanced(source, ParallelSizes(tp=ranks))
-    return Topology(source, plan, (destination,) * 3, DecodePlan.balanced(destination, DecodeSizes(tp=3)))
+    return Topology((source,) * ranks, plan, (destination,) * 3, DecodePlan.balanced(destination, DecodeSizes(tp=3)))
 
 
 @pytest.mark.parametrize("make", [by_cp, by_pp, by_replicas, by_heads])

@@ -22,7 +22,7 @@ def make_topology(page_size: int, dcp: int, token_bytes: int = 3) -> Topology:
     )
     layout = CacheLayout(3, parts)
     decode = DecodePlan.balanced(layout, DecodeSizes(tp=dcp, dcp=dcp))
-    return Topology(layout, LayerPlan.balanced(layout, ParallelSizes(pp=2, cp=2)), (layout,) * dcp, decode)
+    return Topology((layout,), LayerPlan.balanced(layout, ParallelSizes(pp=2, cp=2)), (layout,) * dcp, decode)
 
 
 @pytest.mark.parametrize("dcp", [1, 2, 4])

@@ -46,7 +46,9 @@ def make_site(
 ) -> Site:
     plan = LayerPlan.balanced(prefill, sizes or ParallelSizes())
     sizes_taken = taken or DecodeSizes()
-    topology = Topology(prefill, plan, (decode,) * sizes_taken.tp, DecodePlan.balanced(decode, sizes_taken))
+    topology = Topology(
+        (prefill,) * plan.sizes.tp, plan, (decode,) * sizes_taken.tp, DecodePlan.balanced(decode, sizes_taken)
+    )
     return Site(stack, topology, 4, Here, **settings)
 
 

@@ -20,7 +20,7 @@ def gqa(num_heads: int, total: int) -> CacheLayout:
 
 def mla_table(prefill: ParallelSizes, decode: DecodeSizes, num_tokens: int = 40) -> PairTable:
     plan = LayerPlan.balanced(MLA, prefill)
-    return tabulate(MLA, plan, DecodePlan.balanced(MLA, decode), lambda rank: MLA, num_tokens)
+    return tabulate([MLA], plan, DecodePlan.balanced(MLA, decode), lambda rank: MLA, num_tokens)
 
 
 def test_every_decode_rank_takes_every_layer_of_a_cache_without_heads():
@@ -54,7 +54,7 @@ def test_heads_that_tp_does_not_divide_are_taken_unevenly():
     counts = [len(one) for one in balanced_ranges(3, 2)]
     sizes = DecodeSizes(tp=2)
     table = tabulate(
-        source := gqa(3, 3),
+        [source := gqa(3, 3)],
         LayerPlan.balanced(source, ParallelSizes(cp=2)),
         DecodePlan.balanced(source, sizes),
         lambda rank: gqa(counts[rank.tp], 3),
@@ -71,8 +71,18 @@ def test_heads_that_tp_does_not_divide_are_taken_unevenly():
     assert table.num_descriptors == 2 * 2 * 4 * 16
 
 
+def test_heads_that_prefills_tp_does_not_divide_are_given_unevenly():
+    counts = [len(one) for one in balanced_ranges(5, 2)]
+    sources = [gqa(count, 5) for count in counts]
+    plan = LayerPlan.balanced(sources[0], ParallelSizes(tp=2))
+    decode = DecodePlan.balanced(gqa(5, 5), DecodeSizes())
+    table = tabulate(sources, plan, decode, lambda rank: gqa(5, 5), 16)
+    assert [pull.heads["k"] for pull in table.pulls] == [(0, 3), (3, 5)]
+    assert list(table.nbytes_of_source.values()) == [2 * 4 * 16 * 8 * count for count in counts]
+
+
 def test_what_does_not_fit_is_refused_with_the_reason():
     source = gqa(3, 3)
     plan, decode = LayerPlan.balanced(source, ParallelSizes()), DecodePlan.balanced(source, DecodeSizes())
     with pytest.raises(PlanError, match="model_heads=3 on prefill and 4 on decode"):
-        tabulate(source, plan, decode, lambda rank: gqa(4, 4), 16)
+        tabulate([source], plan, decode, lambda rank: gqa(4, 4), 16)
