@@ -231,7 +231,7 @@ def reuse(world: World, how: str) -> None:
 
 def stop(world: World, then: str) -> None:
     """A rank freezes in the middle: the request fails in time, and its pages are nobody's but the next user's."""
-    decode = world.start(liveness_timeout_s=1.5, keepalive_interval_s=0.2, drain_timeout_s=1.0, abort_ack_timeout_s=0.3)
+    decode = world.start(liveness_timeout_s=4.0, keepalive_interval_s=0.2, drain_timeout_s=1.0, abort_ack_timeout_s=0.3)
     receiver = world.meet(decode)
     stopped = world.ranks[STOPPED].process
     stopped.stop()

@@ -31,7 +31,7 @@ from pdlink.transfer.states import SenderState
 
 DEADLINE_S = 60.0
 # What takes longer than this on a slow and busy machine is lost; tests of these limits set their own.
-PATIENT = {"subscribe_timeout_s": 60.0, "confirm_timeout_s": 30.0}
+PATIENT = {"resolve_timeout_s": 60.0, "connect_timeout_s": 60.0, "subscribe_timeout_s": 60.0, "confirm_timeout_s": 30.0}
 PAGE_SIZE = 64
 LOOPBACK = Address("127.0.0.1", 0)
 Pages = Mapping[str, Sequence[int]]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.backend("ipc")
 
 
 def test_many_requests_to_ranks_that_do_not_fit_tell_them_over_one_channel_each(stack) -> None:
-    site = Site(stack, backends="ipc", confirm_timeout_s=1.0)
+    site = Site(stack, backends="ipc", confirm_timeout_s=3.0)
     owners = site.prefill(make_layout(2), 2)
     decode = site.decode(make_layout(2, latent_bytes=1312))
     senders = [owner.open("t49", {"kv": SOURCE}) for owner in owners]

@@ -57,7 +57,7 @@ def test_a_prefill_worker_that_closes_tells_those_whose_request_was_never_opened
 def test_a_rank_that_withdraws_without_a_word_is_told_of_with_its_address(
     stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = Site(stack, liveness_timeout_s=1.0, abort_ack_timeout_s=0.1)
+    site = Site(stack, liveness_timeout_s=4.0, abort_ack_timeout_s=0.1)
     owners, decode = site.prefill(make_layout(4), 1), site.decode(make_layout(4))
     worker = owners[0].worker
     monkeypatch.setattr(PrefillWorker, "_on_subscribe", lambda *_: None)

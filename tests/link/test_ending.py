@@ -38,7 +38,7 @@ pytestmark = pytest.mark.backend("ipc")
 def test_pages_taken_back_and_reused_while_a_reader_pulls_never_make_a_success(
     site: Site, how: str, verify: bool
 ) -> None:
-    lease = {"publication_lease_s": 0.3} if how == "expire" else {}
+    lease = {"publication_lease_s": 3.0} if how == "expire" else {}
     owners = site.prefill(make_layout(4), 2, verify_digests=verify, **lease)
     decode, gate = gated(site, verify_digests=verify, keepalive_interval_s=1000)
     receiver, senders = start(site, owners, decode)

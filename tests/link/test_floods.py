@@ -14,7 +14,7 @@ from pdlink.transfer.states import ReceiverState
 from tests.link.direct import SOURCE, TARGET
 from tests.link.rig import PAGE_SIZE, Site, assert_whole, make_layout, wait_until
 
-LONG_S = 30.0
+LONG_S = 60.0
 MOST_BYTES = 400 << 20
 """Two queues of 250 frames of up to a megabyte, and what zmq reads ahead."""
 

@@ -73,7 +73,7 @@ def test_a_rank_that_restarts_before_its_verdict_is_known_fails_the_request(
     """Whether or not the bootstrap service tells of the new process: never success by assumption."""
     layout = make_layout(4)
     owners = site.prefill(layout, 2, register=False)
-    decode = site.decode(layout, confirm_timeout_s=1.5)
+    decode = site.decode(layout, confirm_timeout_s=60.0 if register == "seen" else 4.0)
     proxies = put_between(site, stack, owners)
     # A process that is killed says nothing, so neither its verdict nor its goodbye gets through.
     proxies[1].to_decode = lambda frame: () if isinstance(frame.body, Verdict | Failed) else (frame,)
@@ -184,7 +184,7 @@ def test_a_peer_that_never_answers_a_subscribe_fails_the_request_by_name(
     site: Site, stack: contextlib.ExitStack
 ) -> None:
     layout = make_layout(2)
-    owners, decode = site.prefill(layout, 2, register=False), site.decode(layout, subscribe_timeout_s=0.4)
+    owners, decode = site.prefill(layout, 2, register=False), site.decode(layout, subscribe_timeout_s=1.5)
     proxies = put_between(site, stack, owners)
     proxies[1].to_decode = lambda frame: ()
     receiver = decode.worker.receive("t", site.instance, {"kv": [4]}, PAGE_SIZE)
@@ -197,7 +197,7 @@ def test_a_peer_that_never_answers_a_subscribe_fails_the_request_by_name(
 def test_a_rank_that_falls_silent_fails_the_request_by_name(site: Site, stack: contextlib.ExitStack) -> None:
     layout = make_layout(2)
     owners = site.prefill(layout, 2, register=False)
-    decode = site.decode(layout, liveness_timeout_s=0.6, keepalive_interval_s=0.1)
+    decode = site.decode(layout, liveness_timeout_s=3.0, keepalive_interval_s=0.1)
     proxies = put_between(site, stack, owners)
     receiver = decode.worker.receive("t", site.instance, {"kv": [4]}, PAGE_SIZE)
     wait_until(lambda: all(proxy.count(Subscribed) > 0 for proxy in proxies))

@@ -81,7 +81,7 @@ def test_a_pull_waits_while_all_slots_are_taken_and_then_goes_on(site: Site, sid
 )
 def test_a_wait_for_a_slot_ends_with_its_deadline_and_says_whose(site: Site, side: str, text: str) -> None:
     layout = make_layout(4)
-    short_s, long_s = 2.0, 60.0  # the request after it has no longer
+    short_s, long_s = 3.0, 60.0  # the request after it has no longer
     owners = site.prefill(layout, 2, staging_timeout_s=short_s if side == "prefill" else long_s)
     decode = site.decode(layout, staging_slots=4, staging_timeout_s=short_s if side == "decode" else long_s)
     node = owners[1].node if side == "prefill" else decode.node
@@ -103,7 +103,7 @@ def test_an_owner_that_packs_nothing_is_given_up_by_name(site: Site, stack: cont
     layout = make_layout(4)
     owners, decode = (
         site.prefill(layout, 2, register=False),
-        site.decode(layout, staging_slots=4, staging_timeout_s=2.0),
+        site.decode(layout, staging_slots=4, staging_timeout_s=3.0),
     )
     proxies = put_between(site, stack, owners)
     proxies[1].to_prefill = lambda frame: () if isinstance(frame.body, Stage) else (frame,)
@@ -320,7 +320,7 @@ def test_a_reader_that_dies_with_packed_pieces_loses_them_in_bounded_time(
 ) -> None:
     """Nothing of it comes through any more, and its wire never ends."""
     layout = make_layout(4)
-    owners = site.prefill(layout, 2, register=False, staging_timeout_s=0.5)
+    owners = site.prefill(layout, 2, register=False, staging_timeout_s=4.0)
     decode, gate = gated(site)
     proxies = put_between(site, stack, owners)
     receiver, _ = receive(site, decode)

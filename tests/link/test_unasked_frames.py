@@ -117,7 +117,7 @@ def test_no_reader_asks_with_a_ticket_that_the_owner_gives(unasked: Unasked) -> 
 
 
 def test_a_reader_that_keeps_what_was_staged_unasked_loses_it_in_bounded_time(stack: contextlib.ExitStack) -> None:
-    unasked = Unasked(stack, staging_timeout_s=0.3)
+    unasked = Unasked(stack, staging_timeout_s=1.0)
     unasked.say(3 * LATENT_BYTES)
     unasked.sender.publish(PAGES, last=True)
     wait_until(lambda: unasked.sender.poll() is SenderState.ABORTED)
