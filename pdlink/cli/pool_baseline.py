@@ -63,6 +63,7 @@ class PlainCopy:
         self.scratch = {name: torch.zeros(n, dtype=torch.uint8, device=device) for name, n in live_bytes.items()}
         torch.cuda.synchronize(other)
         self.nbytes_moved = self.num_reads = 0
+        """Of layers of other ranks alone, as those of a pool are counted."""
 
     def read(self, component: str, layer: int) -> torch.Tensor:
         """The bytes, on ranks that do not own the layer."""
@@ -70,5 +71,5 @@ class PlainCopy:
         if self._owners[component, layer] != self._rank:
             buffer.copy_(self._there[component], non_blocking=True)
             self.nbytes_moved += buffer.nbytes
-        self.num_reads += 1
+            self.num_reads += 1
         return buffer
