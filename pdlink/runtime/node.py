@@ -32,6 +32,7 @@ from pdlink.prefill.worker import PrefillRank, PrefillWorker
 from pdlink.threads import Death
 
 if TYPE_CHECKING:
+    from pdlink.memory.layer_reader import LayerReader
     from pdlink.memory.sharded_pool import LayerShardedPool
     from pdlink.observability.pool_watch import PoolWatch
     from pdlink.observability.tracing import Tracing
@@ -127,6 +128,12 @@ class Node:
         from pdlink.observability.pool_watch import PoolWatch
 
         self._pools.append(PoolWatch(pool, self.events))
+
+    def watch_reader(self, reader: LayerReader) -> LayerReader:
+        """`reader`, of which each fetch of a layer is timed among this node's metrics: give it to the pool instead."""
+        from pdlink.observability.pool_watch import timed
+
+        return timed(reader, self.events)
 
     @property
     def http_address(self) -> Address | None:

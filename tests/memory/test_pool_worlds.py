@@ -17,6 +17,7 @@ from tests.memory import (
     scenarios_order,
     scenarios_peer,
     scenarios_random,
+    scenarios_watch,
 )
 from tests.memory.worlds import Outcome, run_world
 
@@ -45,7 +46,12 @@ IN_WORLD = {
         f"peer:{RANDOM[0]}",
         f"peer:{RANDOM[5]}",
     ],
-    "2": ["chunk_rows_survive_a_shared_page", *RANDOM[3::4], f"peer:{RANDOM[7]}"],
+    "2": [
+        "chunk_rows_survive_a_shared_page",
+        *RANDOM[3::4],
+        f"peer:{RANDOM[7]}",
+        *(f"{kind}:{name}" for kind in ("broadcast", "peer") for name in scenarios_watch.SCENARIOS),
+    ],
 }
 SLOW = ("4 more",)
 CASES = [

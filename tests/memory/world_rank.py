@@ -22,6 +22,7 @@ from tests.memory import (
     scenarios_order,
     scenarios_peer,
     scenarios_random,
+    scenarios_watch,
 )
 from tests.memory.rank_world import World
 
@@ -35,6 +36,7 @@ SCENARIOS = {
     **scenarios_order.SCENARIOS,
     **scenarios_peer.SCENARIOS,
     **scenarios_random.SCENARIOS,
+    **scenarios_watch.SCENARIOS,
 }
 
 

@@ -32,6 +32,7 @@ from pdlink_engines.reference.models import ReferenceModel, fix_threads, load_mo
 from pdlink_engines.reference.page_bytes import collect_pages
 from pdlink_engines.reference.pipeline import Pipeline
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
+from pdlink_engines.reference.watched import watch_pool, watch_reader
 
 COLLECTIVE_TIMEOUT_S = 180.0
 """Also how far apart processes may start; one that ends is noticed at once."""
@@ -107,7 +108,8 @@ def _serve(
     owners = ShardOwners.of(layout, plan, place)
     reader = BroadcastReader.open(owners, _stage_ranks(spec, place.pp)) if spec.cp > 1 else None
     kind = StaleScratchPool if spec.inject is Damage.STALE_SCRATCH else LayerShardedPool
-    pool = kind(layout, plan.owned[place], spec.pool_pages, reader=reader)
+    pool = kind(layout, plan.owned[place], spec.pool_pages, reader=watch_reader(node, reader))
+    watch_pool(node, pool)
     worker = node.prefill(
         PrefillRank(PREFILL_INSTANCE, layout, spec.sizes, place, plan.kinds, plan.owned[place], pool.regions()),
         [parse_address(spec.bootstrap)],

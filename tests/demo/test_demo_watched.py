@@ -1,0 +1,48 @@
+"""The demo while somebody scrapes it: what its ranks show of the reads of each other's layers, and of what moved."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+
+import pytest
+
+from pdlink.address import Address
+from tests import processes
+from tests.demo.command import COMMAND, TIMEOUT_S
+from tests.observability.asking import Scrape
+from tests.observability.test_prometheus import free_port
+
+NUM_PORTS = 8
+OPTIONS = ("--model", "glm-dsa-tiny", "--cp", "2", "--backend", "ipc", "--new-tokens", "8", "--json")
+SEEN = {
+    "pdlink_layer_reads_total": {},
+    "pdlink_layer_fetch_bytes_total": {},
+    "pdlink_layer_fetch_seconds_count": {"reader": "broadcast"},
+    "pdlink_transfer_bytes_total": {"backend": "ipc"},
+    "pdlink_published_bytes_total": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("demo")
+@pytest.mark.backend("ipc")
+def test_a_scrape_of_a_running_demo_shows_reads_fetches_and_bytes() -> None:
+    first = free_port()
+    ports = range(first, first + NUM_PORTS)
+    env = {**os.environ, "PDLINK_HTTP_BIND": f"127.0.0.1:{ports[0]}-{ports[-1]}"}
+    most = dict.fromkeys(SEEN, 0.0)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with processes.started([COMMAND, "demo", *OPTIONS], env=env, **streams) as demo:
+        give_up = time.monotonic() + TIMEOUT_S
+        while demo.poll() is None and time.monotonic() < give_up:
+            for port in ports:
+                with contextlib.suppress(OSError, AssertionError):
+                    said = Scrape(Address("127.0.0.1", port))
+                    most = {name: max(most[name], said.sum(name, **labels)) for name, labels in SEEN.items()}
+            time.sleep(0.05)
+        assert demo.wait(TIMEOUT_S) == 0, demo.stdout.read()
+    assert {name for name, value in most.items() if not value} == set()
