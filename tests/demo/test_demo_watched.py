@@ -22,7 +22,7 @@ SEEN = {
     "pdlink_layer_fetch_bytes_total": {},
     "pdlink_layer_fetch_seconds_count": {"reader": "broadcast"},
     "pdlink_transfer_bytes_total": {"backend": "ipc"},
-    "pdlink_published_bytes_total": {},
+    "pdlink_scratch_hits_total": {},
 }
 
 
@@ -30,7 +30,7 @@ SEEN = {
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("demo")
 @pytest.mark.backend("ipc")
-def test_a_scrape_of_a_running_demo_shows_reads_fetches_and_bytes() -> None:
+def test_a_scrape_of_a_running_demo_shows_reads_hits_fetches_and_bytes() -> None:
     first = free_port()
     ports = range(first, first + NUM_PORTS)
     env = {**os.environ, "PDLINK_HTTP_BIND": f"127.0.0.1:{ports[0]}-{ports[-1]}"}
