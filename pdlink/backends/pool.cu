@@ -45,11 +45,14 @@ extern "C" __global__ void pool_advance(long long word, long long value) {
 }
 
 // One thread for each word: returns when all have reached `value`, or `timeout_ns` is over, which is trouble. In trouble
-// nothing is waited for; then `broken` (0: none) tells peers, before anything that follows in the stream.
+// nothing is waited for; then `broken` (0: none) tells peers, before anything that follows in the stream. `value` counts
+// from what is at `base` (0: from nothing), so that one graph waits for other values each time.
 extern "C" __global__ void pool_wait(
-    Words words, int count, long long value, long long timeout_ns, long long broken, Trouble* here, Trouble* told
+    Words words, int count, long long value, const long long* base, long long timeout_ns, long long broken,
+    Trouble* here, Trouble* told
 ) {
     const int i = threadIdx.x;
+    if (base) value += *base;
     if (i < count) {
         const u64 start = nanoseconds();
         long long seen;

@@ -28,7 +28,7 @@ _Words = _Int64 * (2 * MAX_RANKS)
 _Stamp = _Int64 * STAMP_WORDS
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "pool_advance": (_Int64, _Int64),
-    "pool_wait": (_Words, ctypes.c_int, _Int64, _Int64, _Int64, _Int64, _Int64),
+    "pool_wait": (_Words, ctypes.c_int, *[_Int64] * 6),
     "pool_look": (_Words, ctypes.c_int, _Int64, _Int64, _Int64),
     "pool_stamp": (_Int64, _Stamp, ctypes.c_int, _Int64),
     "pool_check": (_Int64, _Stamp, ctypes.c_int, _Int64, _Int64, _Int64),
@@ -74,10 +74,17 @@ class PoolKernels:
         self._launch("pool_advance", stream, 1, 1, word, value)
 
     def wait(
-        self, stream: int, words: Sequence[int], ranks: Sequence[int], value: int, timeout_s: float, broken: int
+        self,
+        stream: int,
+        words: Sequence[int],
+        ranks: Sequence[int],
+        value: int,
+        timeout_s: float,
+        broken: int,
+        base: int = 0,
     ) -> None:
         limit = int(timeout_s * 1e9)
-        values = (_both(words, ranks), len(words), value, limit, broken, self._here, self._told)
+        values = (_both(words, ranks), len(words), value, base, limit, broken, self._here, self._told)
         self._launch("pool_wait", stream, 1, MAX_RANKS, *values)
 
     def look(self, stream: int, words: Sequence[int], ranks: Sequence[int], value: int) -> None:
@@ -102,7 +109,7 @@ class PoolKernels:
         source_is_packed: bool,
         target_is_packed: bool,
     ) -> None:
-        """`pages` is the address of a list of `num_pages` pages, of which there is at least one."""
+        """`pages` is the address of a list of at most `num_pages` pages, and `num_pages` is at least 1."""
         cut = Cut.of(source, target, page_bytes)
         blocks = min(self.num_blocks, num_pages * cut.units_per_page)
         places = (source, target, page_bytes, cut.unit_bytes, cut.units_per_page, pages)

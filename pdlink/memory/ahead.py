@@ -16,8 +16,12 @@ from pdlink.threads import Death, Pool
 
 
 class _Job:
-    def __init__(self) -> None:
-        self.done = threading.Event()
+    """`done` is None once the fetch has been made where it was begun."""
+
+    __slots__ = ("done", "error")
+
+    def __init__(self, done: threading.Event | None) -> None:
+        self.done = done
         self.error: BaseException | None = None
 
 
@@ -53,27 +57,20 @@ class Ahead:
 
     def submit(self, fetch: Callable[[], None]) -> None:
         """Begin to fetch the next layer, by `fetch`, once those before it are there."""
-        job = self._jobs[self._order.popleft()] = _Job()
+        done = None if self._runs_here else threading.Event()
+        job = self._jobs[self._order.popleft()] = _Job(done)
+        if done is None:
+            self._run(job, fetch)
+            return
 
         def run() -> None:
-            # After a failure the ranks are not where the order says: nothing that follows in it may be tried.
-            if self._failure is not None:
-                job.error = self._failure
-                job.done.set()
-                return
-            try:
-                fetch()
-            except PdlinkError as error:
-                job.error = self._failure = error
-            job.done.set()
+            self._run(job, fetch)
+            done.set()
 
         def lost(death: Death) -> None:
             job.error = self._failure = death.error
-            job.done.set()
+            done.set()
 
-        if self._runs_here:
-            run()
-            return
         if self._thread is None:
             self._thread = Pool("pdlink-ahead", "the layer-sharded pool", 1)
         self._thread.submit(run, lost)
@@ -125,6 +122,16 @@ class Ahead:
             self._thread.close()
             self._thread = None
 
+    def _run(self, job: _Job, fetch: Callable[[], None]) -> None:
+        # After a failure the ranks are not where the order says: nothing that follows in it may be tried.
+        if self._failure is not None:
+            job.error = self._failure
+            return
+        try:
+            fetch()
+        except PdlinkError as error:
+            job.error = self._failure = error
+
     def _wait(self, job: _Job) -> None:
-        if not job.done.wait(self._timeout_s):
+        if job.done is not None and not job.done.wait(self._timeout_s):
             raise DeadlineExceeded(f"a fetch of a layer did not end within {self._timeout_s:g} s")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from pdlink.memory.broadcast_wire import HostWire, NothingCame, Wire
 from pdlink.memory.communicator import DEFAULT_TIMEOUT_S, Communicator, GroupCommunicator
 from pdlink.memory.device_wire import DeviceWire
 from pdlink.memory.forward import LayerKey, LivePages
+from pdlink.memory.layer_reader import NO_GRAPHS
 from pdlink.memory.lockstep import Step, StepKind, describe, find_divergence, name_rank, unpack
 from pdlink.memory.owned_regions import OwnedRegions
 from pdlink.memory.owners import ShardOwners
@@ -195,6 +197,12 @@ class BroadcastReader:
         except NothingCame:
             self.announce(step)
             raise
+
+    def capturing(self, base: int) -> AbstractContextManager[None]:
+        raise StateError(NO_GRAPHS)
+
+    def replayed(self, nbytes: int) -> None:
+        raise StateError(NO_GRAPHS)
 
     def close(self) -> None:
         """Leave the group; twice is fine."""

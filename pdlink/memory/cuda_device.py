@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from pdlink.backends.cuda_driver import DeviceBlock, PinnedBlock, call, check_reach, device_uuid, find_device, on_device
+from pdlink.backends.cuda_places import Events
 from pdlink.backends.pool_kernels import TROUBLE_WORDS, PoolKernels
-from pdlink.errors import BackendError, BackendUnavailable
+from pdlink.errors import BackendUnavailable
 from pdlink.layout.regions import MemoryKind
 from pdlink.memory.communicator import Communicator
 from pdlink.memory.cuda_blocks import CudaBlock, CudaMapping
@@ -42,15 +43,15 @@ class CudaDevice:
         self.identity = device_uuid(index)
         with torch.cuda.device(index):
             self._fetch: torch.cuda.Stream = torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
+            self._fetch_stream = int(self._fetch.cuda_stream)
             self._private = DeviceBlock(_PRIVATE_BYTES, index)
             self._told = PinnedBlock(_PRIVATE_BYTES, index)
         self._seen = np.ctypeslib.as_array((ctypes.c_int64 * TROUBLE_WORDS).from_address(self._told.address))
         self._kernels = PoolKernels(index, self._private.address, self._told.address, num_blocks)
+        self._events = Events(index)
         self._is_closed = False
         self.clear_trouble()
-        self._kernels.load(
-            self._fetch.cuda_stream, self._private.address + _EMPTY_LIST, self._private.address + _SPARE_WORD
-        )
+        self._kernels.load(self._fetch_stream, self._private.address + _EMPTY_LIST, self._private.address + _SPARE_WORD)
         self._fetch.synchronize()
 
     def reaches(self, identity: str) -> bool:
@@ -94,35 +95,45 @@ class CudaDevice:
         made.record_stream(self._fetch)
         return made
 
+    def fill(self, target: torch.Tensor, values: np.ndarray) -> None:
+        here = torch.empty(len(values), dtype=torch.int64, pin_memory=True)
+        here.copy_(torch.from_numpy(values))
+        with torch.cuda.stream(self._fetch):
+            target.view(torch.int64)[: len(values)].copy_(here, non_blocking=True)
+
     def fork(self) -> None:
-        self._fetch.wait_stream(torch.cuda.current_stream(self.index))
+        self._events.wait(self._fetch_stream, self._events.place(self._stream(Lane.COMPUTE)))
 
     def mark(self) -> Any:
-        return self._fetch.record_event()
+        return self._events.place(self._fetch_stream)
 
     def join(self, mark: Any) -> None:
-        torch.cuda.current_stream(self.index).wait_event(mark)
+        self._events.wait(self._stream(Lane.COMPUTE), mark)
 
     def is_over(self, mark: Any) -> bool:
-        try:
-            return bool(mark.query())
-        except RuntimeError as error:
-            raise BackendError(f"device {self.index} has failed: {error}") from error
+        return self._events.is_over(mark)
 
     def advance(self, lane: Lane, word: int, value: int) -> None:
         self._kernels.advance(self._stream(lane), word, value)
 
     def wait_for(
-        self, lane: Lane, words: Sequence[int], ranks: Sequence[int], value: int, timeout_s: float, broken: int = 0
+        self,
+        lane: Lane,
+        words: Sequence[int],
+        ranks: Sequence[int],
+        value: int,
+        timeout_s: float,
+        broken: int = 0,
+        base: int = 0,
     ) -> None:
-        self._kernels.wait(self._stream(lane), words, ranks, value, timeout_s, broken)
+        self._kernels.wait(self._stream(lane), words, ranks, value, timeout_s, broken, base)
 
     def look_for_broken(self, words: Sequence[int], ranks: Sequence[int], value: int) -> None:
-        self._kernels.look(self._fetch.cuda_stream, words, ranks, value)
+        self._kernels.look(self._fetch_stream, words, ranks, value)
 
     def copy(self, copy: PageCopy) -> None:
         self._kernels.copy(
-            self._fetch.cuda_stream,
+            self._fetch_stream,
             copy.source,
             copy.target,
             copy.page_bytes,
@@ -133,10 +144,10 @@ class CudaDevice:
         )
 
     def stamp(self, address: int, words: np.ndarray) -> None:
-        self._kernels.stamp(self._fetch.cuda_stream, address, words)
+        self._kernels.stamp(self._fetch_stream, address, words)
 
     def check_stamp(self, address: int, words: np.ndarray, rank: int) -> None:
-        self._kernels.check(self._fetch.cuda_stream, address, words, rank)
+        self._kernels.check(self._fetch_stream, address, words, rank)
 
     def trouble(self) -> Trouble | None:
         kind, rank, wanted, seen = (int(one) for one in self._seen)
@@ -144,19 +155,22 @@ class CudaDevice:
 
     def clear_trouble(self) -> None:
         with on_device(self.index):
-            call("cuMemsetD8Async", self._private.address, 0, _PRIVATE_BYTES, self._fetch.cuda_stream)
-            call("cuStreamSynchronize", self._fetch.cuda_stream)
+            call("cuMemsetD8Async", self._private.address, 0, _PRIVATE_BYTES, self._fetch_stream)
+            call("cuStreamSynchronize", self._fetch_stream)
         self._seen[:] = 0
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
             with on_device(self.index):
-                call("cuStreamSynchronize", self._fetch.cuda_stream)
+                call("cuStreamSynchronize", self._fetch_stream)
             self._seen = np.zeros(TROUBLE_WORDS, np.int64)
+            self._events.close()
             self._private.close()
             self._told.close()
 
     def _stream(self, lane: Lane) -> int:
-        stream = self._fetch if lane is Lane.FETCH else torch.cuda.current_stream(self.index)
-        return int(stream.cuda_stream)
+        if lane is Lane.FETCH:
+            return self._fetch_stream
+        # What torch.cuda.current_stream gives, without an object made for it.
+        return int(torch._C._cuda_getCurrentRawStream(self.index))

@@ -36,17 +36,27 @@ def make_words(device: PoolDevice) -> DeviceMemory:
 
 
 class DeviceBoards:
-    """As `PeerBoards`, of ranks on devices. `words` are the addresses of all ranks' words, the own one among them."""
+    """As `PeerBoards`, of ranks on devices. `words` are the addresses of all ranks' words, the own one among them.
 
-    def __init__(self, host: PeerBoards, device: PoolDevice, words: Sequence[int]) -> None:
+    Epochs that are waited for count from the int64 at the address `base`, as it is when the wait is made (0: from 0).
+    """
+
+    def __init__(self, host: PeerBoards, device: PoolDevice, words: Sequence[int], base: int = 0) -> None:
         self._host = host
         self._device = device
         self._words = tuple(words)
         self._ranks = [rank for rank in range(len(words)) if rank != host.rank]
         # Up to where a lane has been made to wait: it does not do so again.
-        self._written_waited = dict.fromkeys(self._ranks, 0)
-        self._read_waited = 0
+        nothing = -2 if base else 0
+        self._written_waited = dict.fromkeys(self._ranks, nothing)
+        self._read_waited = nothing
+        self._base = base
         self.global_ranks = host.global_ranks
+
+    def capturing(self, base: int) -> DeviceBoards:
+        """The same boards for waits that are captured into a graph: 0 is the first epoch of each forward that it makes,
+        which is at `base` by then, and nothing has been waited for."""
+        return DeviceBoards(self._host, self._device, self._words, base)
 
     def advance_written(self, epoch: int) -> None:
         self._device.advance(Lane.COMPUTE, self._own(WRITTEN), epoch)
@@ -63,17 +73,19 @@ class DeviceBoards:
     def records(self, forward: int, what: str) -> list[Step]:
         return self._host.records(forward, what)
 
-    def wait_written(self, rank: int, epoch: int, forward: int, what: str) -> None:
+    def wait_written(self, rank: int, epoch: int, forward: int, what: Callable[[], str]) -> None:
         """Gathers that are launched from here on run once `rank` has written `epoch`."""
         if self._written_waited[rank] < epoch:
-            self._device.wait_for(Lane.FETCH, [self._words[rank] + WRITTEN], [rank], epoch, self._host.timeout_s)
+            word = self._words[rank] + WRITTEN
+            self._device.wait_for(Lane.FETCH, [word], [rank], epoch, self._host.timeout_s, base=self._base)
             self._written_waited[rank] = epoch
 
     def wait_read(self, epoch: int, forward: int, what: str) -> None:
         """Writes that are launched from here on run once every rank has read `epoch`, or have been told of."""
         if self._read_waited < epoch and self._ranks:
             words = [self._words[rank] + READ for rank in self._ranks]
-            self._device.wait_for(Lane.COMPUTE, words, self._ranks, epoch, self._host.timeout_s, self._own(BROKEN))
+            limit_s, broken = self._host.timeout_s, self._own(BROKEN)
+            self._device.wait_for(Lane.COMPUTE, words, self._ranks, epoch, limit_s, broken, self._base)
             self._read_waited = epoch
 
     def confirm(self, forward: int, what: str) -> None:

@@ -25,7 +25,8 @@ class Fetches:
     """Fetches into scratch over `reader`, which is None where every layer is local. One thread.
 
     With `prefetch` the next layers of the order are fetched while one is used: by a thread, or on a device by launching
-    them in its own lane.
+    them in its own lane. Without, a device still launches what else is read of a layer, if that comes next in the
+    order, with what is read of it first: it is busy with the one while the host launches the other.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class Fetches:
         self._reader = reader
         self._scratch: dict[str, Scratch] = {}
         self._ahead: Ahead | None = None
+        self._crosses_layers = prefetch
         self.load_wait: Callable[[str, int], None] | None = None
         self.hits = self.fetches = self.nbytes_last = 0
         if reader is None:
             return
-        if prefetch:
+        if prefetch or (regions.device is not None and not reader.is_collective):
             # Waits for some fetches in turn, each of which may take as long as its reader waits.
             limit_s = (scratch_slots + 1) * reader.timeout_s
             self._ahead = Ahead(limit_s, runs_here=regions.device is not None)
@@ -79,7 +81,8 @@ class Fetches:
         """A forward has begun."""
         if self._ahead is not None:
             self._ahead.start([key for key in forward.order if self._is_fetched(key)])
-            self._go_ahead(forward)
+            if self._crosses_layers:
+                self._go_ahead(forward, 0)
 
     def read(self, forward: ForwardState, key: LayerKey) -> torch.Tensor:
         """A split layer, with every row of it that counts in place: own memory, or scratch."""
@@ -89,10 +92,10 @@ class Fetches:
         scratch = self._scratch[component]
         if scratch.ring.is_valid(layer):
             self.hits += 1
+            scratch.ring.pin(layer)
+            self._go_ahead(forward, layer)
         else:
             self._bring(forward, key, scratch)
-        scratch.ring.pin(layer)
-        self._go_ahead(forward)
         buffer = scratch.buffer_of(layer)
         if key in self._regions or buffer is None:
             return self._regions.tensor(key)
@@ -134,7 +137,8 @@ class Fetches:
     def _bring(self, forward: ForwardState, key: LayerKey, scratch: Scratch) -> None:
         """Have the layer's rows in scratch: take what was fetched ahead, else fetch it now."""
         component, layer = key
-        check_no_capture(self._regions, f"read of {component!r} layer {layer}")
+        if forward.capture is None:
+            check_no_capture(self._regions, f"read of {component!r} layer {layer}")
         if self._ahead is None or not self._ahead.take(key):
             passed = None if self._ahead is None else self._ahead.pass_by(key)
             if passed is None:
@@ -144,6 +148,8 @@ class Fetches:
             before = self._reader.nbytes_moved if self._reader else 0
             self._fetch(forward, key, ())()
             self.nbytes_last = self._reader.nbytes_moved - before if self._reader else 0
+        scratch.ring.pin(layer)
+        self._go_ahead(forward, layer)
         if self._reader is not None:
             self._reader.land(key)
         self.fetches += 1
@@ -165,6 +171,8 @@ class Fetches:
         step = reader.step(StepKind.READ, forward.number, forward.sequence, key, wanted)
         region = self._regions.tensor(key) if key in self._regions else None
         buffer = scratch.buffer_of(layer) if region is None else None
+        if forward.capture is not None:
+            forward.capture.fetches(about)
 
         def fetch() -> None:
             self.wait_for_load(key)
@@ -172,9 +180,11 @@ class Fetches:
 
         return fetch
 
-    def _go_ahead(self, forward: ForwardState) -> None:
-        """Start on the next layers of the order, as far as scratch has room beside the layer that is being read."""
+    def _go_ahead(self, forward: ForwardState, layer: int) -> None:
+        """Start on what is next in the order, as far as scratch has room beside the layer that is being read."""
         while self._ahead is not None and (key := self._ahead.next) is not None:
+            if key[1] != layer and not self._crosses_layers:
+                return
             under_way, ring = self._ahead.under_way(key[0]), self._scratch[key[0]].ring
             if len(under_way) >= ring.num_slots - 1 or ring.slot_of(key[1]) is not None:
                 return
@@ -186,6 +196,7 @@ def check_no_capture(regions: OwnedRegions, what: str) -> None:
     again when the graph is replayed."""
     if regions.device is not None and regions.device.is_capturing:
         raise StateError(
-            f"{what}: layers of other ranks cannot be brought inside a CUDA graph; begin, end and read outside, and "
-            "capture what is between reads: with one layer order a layer has the same scratch buffer in every forward"
+            f"{what}: not inside a CUDA graph that the pool does not know of; capture the reads and writes of a forward"
+            " inside pool.capturing(...), and begin and end it outside. Or read outside too, and capture what is"
+            " between reads: with one layer order a layer has the same scratch buffer in every forward"
         )

@@ -8,17 +8,31 @@ import numpy as np
 
 from pdlink.errors import LayoutError, PdlinkError
 from pdlink.layout import CacheLayout
+from pdlink.memory.captured_forward import CapturedForward
 from pdlink.memory.chunk_rows import ChunkRows
 from pdlink.memory.forward import LayerKey, LivePages, digest63
 from pdlink.memory.lockstep import Step, StepKind
 
 
 class ForwardState:
-    """One forward, from its begin to its end. Every rank of the shard group has an equal one."""
+    """One forward, from its begin to its end. Every rank of the shard group has an equal one.
 
-    def __init__(self, number: int, live: dict[str, LivePages], order: Sequence[LayerKey]) -> None:
+    `capture` is what a graph is captured for, instead of a forward being made; with `replay` a graph makes it.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        live: dict[str, LivePages],
+        order: Sequence[LayerKey],
+        *,
+        capture: CapturedForward | None = None,
+        replay: CapturedForward | None = None,
+    ) -> None:
         self.number = number
         self.order = tuple(order)
+        self.capture = capture
+        self.replay = replay
         self.sequence = 0
         self.chunk = ChunkRows()
         self.failure: PdlinkError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -12,6 +13,12 @@ from pdlink.memory.forward import LayerKey, LivePages
 from pdlink.memory.lockstep import Step, StepKind
 from pdlink.memory.owned_regions import OwnedRegions
 from pdlink.memory.owners import ShardOwners
+
+NO_GRAPHS = (
+    "broadcasts are not captured into a graph: one would always send as many bytes as it was captured with, and could "
+    "not be replayed once a rank had failed, which ends the communicator that it was captured on; use the peer reader "
+    "(pool_reader: peer), or begin, end and read outside of graphs and capture what is between reads"
+)
 
 
 class LayerReader(Protocol):
@@ -90,6 +97,13 @@ class LayerReader(Protocol):
     def land(self, key: LayerKey) -> None:
         """What the caller does with scratch from here on comes after the fetch of that layer: on a device, a fetch that
         has returned has only been launched."""
+
+    def capturing(self, base: int) -> AbstractContextManager[None]:
+        """Within, fetches and `before_write` are captured into a graph. The first epoch of the forward that it makes is
+        the int64 at `base` when it is replayed, behind `begin`. Raises `StateError` where fetches need all ranks."""
+
+    def replayed(self, nbytes: int) -> None:
+        """A forward has begun whose graph moves so many bytes."""
 
     def close(self) -> None:
         """Twice is fine."""

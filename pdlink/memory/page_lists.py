@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from pdlink.memory.forward import LivePages
 from pdlink.memory.pool_device import PageList, PoolDevice
+
+
+class PaddedPages(LivePages):
+    """Live pages that are only known when a graph is replayed, and are in `pages` by then. Holds none itself."""
+
+    pages: PageList
+
+    def __init__(self, page_size: int, pages: PageList) -> None:
+        super().__init__(np.empty(0, np.int64), np.empty((0, page_size), np.bool_))
+        object.__setattr__(self, "pages", pages)
+
+    @property
+    def num_pages(self) -> int:
+        """As many as there may be."""
+        return self.pages.num_pages
 
 
 class PageLists:
@@ -15,6 +32,8 @@ class PageLists:
 
     def of(self, live: LivePages) -> PageList:
         """The page ids of `live` on the device, in the order that they have there."""
+        if isinstance(live, PaddedPages):
+            return live.pages
         found = self._lists.get(id(live))
         if found is None:
             # Kept with its list, so that no other object can get its id meanwhile.

@@ -117,13 +117,13 @@ class PeerBoards:
         self._wait(missing, forward, what, complaint, heed_failures=False)
         return [found[rank] for rank in range(len(self._words))]
 
-    def wait_written(self, rank: int, epoch: int, forward: int, what: str) -> None:
+    def wait_written(self, rank: int, epoch: int, forward: int, what: Callable[[], str]) -> None:
         """Return when `rank` has written `epoch`."""
         if self._words[rank][_WRITTEN] < epoch:
             self._wait(
                 lambda: [rank] if self._words[rank][_WRITTEN] < epoch else [],
                 forward,
-                what,
+                what(),
                 "owns the layer and has not finished writing what a read of it needs",
             )
 

@@ -5,7 +5,7 @@ What is done over these links is decided by `peer_reader`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Protocol
 
@@ -43,7 +43,7 @@ class Boards(Protocol):
 
     def records(self, forward: int, what: str) -> list[Step]: ...
 
-    def wait_written(self, rank: int, epoch: int, forward: int, what: str) -> None: ...
+    def wait_written(self, rank: int, epoch: int, forward: int, what: Callable[[], str]) -> None: ...
 
     def wait_read(self, epoch: int, forward: int, what: str) -> None: ...
 

@@ -7,7 +7,8 @@ on boards that all ranks map (`peer_board`, `device_boards`); bytes are moved by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,8 @@ import torch
 from pdlink.errors import IntegrityError, StateError
 from pdlink.layout import CacheLayout, Component
 from pdlink.memory.communicator import DEFAULT_TIMEOUT_S, Communicator, GroupCommunicator
-from pdlink.memory.epochs import EpochCursor, end_of
+from pdlink.memory.device_boards import DeviceBoards
+from pdlink.memory.epochs import EpochCursor, begin_of, end_of
 from pdlink.memory.forward import LayerKey, LivePages
 from pdlink.memory.lockstep import Step, StepKind, describe, excuse, find_divergence
 from pdlink.memory.owned_regions import OwnedRegions
@@ -51,6 +53,7 @@ class PeerReader:
         self._changes_before = 0
         self._failed = False
         self._links: PeerLinks | None = None
+        self._captured: DeviceBoards | None = None
         self._nbytes_moved = 0
         self._nbytes_posted = 0
 
@@ -176,11 +179,29 @@ class PeerReader:
         if not live.num_pages:
             return
         owner = self.owners.owner((component.name, step.layer))
-        boards.wait_written(owner, self._cursor.epoch, step.forward, describe(step, self._components))
-        self._nbytes_moved += layers.gather(component, step.layer, live, scratch)
+        boards.wait_written(owner, self._cursor.epoch, step.forward, lambda: describe(step, self._components))
+        nbytes = layers.gather(component, step.layer, live, scratch)
+        if self._captured is None:
+            self._nbytes_moved += nbytes
 
     def land(self, key: LayerKey) -> None:
         self._layers.land(key)
+
+    @contextmanager
+    def capturing(self, base: int) -> Iterator[None]:
+        """A captured forward is forward 0 here; on the device the first epoch of the one that is made is added."""
+        boards, cursor = self._served().boards, self._cursor
+        if not isinstance(boards, DeviceBoards):
+            raise StateError("reads of host memory are not captured into graphs")
+        self._layers.begin()
+        self._captured, self._cursor = boards.capturing(base), EpochCursor(begin_of(0))
+        try:
+            yield
+        finally:
+            self._captured, self._cursor = None, cursor
+
+    def replayed(self, nbytes: int) -> None:
+        self._nbytes_moved += nbytes
 
     def close(self) -> None:
         self.detach()
@@ -196,7 +217,7 @@ class PeerReader:
         self._nbytes_posted += NBYTES_POSTED
 
     def _usable(self) -> Boards:
-        return self._served().boards
+        return self._captured or self._served().boards
 
     @property
     def _layers(self) -> Layers:

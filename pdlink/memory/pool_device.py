@@ -46,7 +46,11 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class PageList:
-    """Page ids on the device: int64 count, then as many ids, at `address`. `kept` keeps them there."""
+    """Page ids on the device: int64 count, then as many ids, at `address`. `kept` keeps them there.
+
+    There is room for `num_pages` ids. The count is as many, but in a list that is filled anew for each replay of a
+    graph.
+    """
 
     address: int
     num_pages: int
@@ -121,7 +125,10 @@ class PoolDevice(Protocol):
 
     @property
     def is_capturing(self) -> bool:
-        """Whether what is launched in COMPUTE is captured into a graph, and not done."""
+        """Whether what is launched in COMPUTE is captured into a graph, and not done.
+
+        So is then what is launched in FETCH behind a `fork`; it has to be joined before the capture ends.
+        """
 
     def allocate(self, nbytes: int) -> DeviceMemory:
         """Raises `BackendUnavailable` when the device has not that much memory."""
@@ -141,6 +148,9 @@ class PoolDevice(Protocol):
     def scratch(self, shape: Sequence[int]) -> torch.Tensor:
         """uint8 tensor of private memory, for both lanes."""
 
+    def fill(self, target: torch.Tensor, values: np.ndarray) -> None:
+        """In FETCH: the first int64 of `target`, a tensor from `scratch`, become `values`, which may change at once."""
+
     def fork(self) -> None:
         """What is launched in FETCH from here on runs after what is in COMPUTE now."""
 
@@ -158,12 +168,20 @@ class PoolDevice(Protocol):
         and visible to peers."""
 
     def wait_for(
-        self, lane: Lane, words: Sequence[int], ranks: Sequence[int], value: int, timeout_s: float, broken: int = 0
+        self,
+        lane: Lane,
+        words: Sequence[int],
+        ranks: Sequence[int],
+        value: int,
+        timeout_s: float,
+        broken: int = 0,
+        base: int = 0,
     ) -> None:
-        """What follows in the lane runs once the int64 of every rank has reached `value`.
+        """What follows in the lane runs once the int64 of every rank has reached `value`, which counts from the int64
+        at `base` (0: from 0) as it is then.
 
         One that has not within `timeout_s` is trouble, and what follows runs all the same; then the int64 at `broken`
-        (0: none) says so to peers, before that: it becomes at least `value`.
+        (0: none) says so to peers, before that: it becomes at least as much.
         """
 
     def look_for_broken(self, words: Sequence[int], ranks: Sequence[int], value: int) -> None:

@@ -6,17 +6,18 @@ How copies get into scratch is `fetches`; a `LayerReader` moves them. Owned memo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 
 from pdlink.errors import DeadlineExceeded, IntegrityError, PdlinkError, StateError
 from pdlink.layout import CacheLayout, Component, fingerprint
+from pdlink.memory.captured_forward import CapturedForward
 from pdlink.memory.fetches import Fetches, check_no_capture
-from pdlink.memory.forward import LayerKey, ReadSpan, digest63, live_pages
+from pdlink.memory.forward import LayerKey, LivePages, ReadSpan, digest63, live_pages
 from pdlink.memory.forward_state import ForwardState, check_order
-from pdlink.memory.layer_reader import LayerReader
+from pdlink.memory.layer_reader import NO_GRAPHS, LayerReader
 from pdlink.memory.lockstep import Step, StepKind
 from pdlink.memory.owned_regions import OwnedRegions
 from pdlink.memory.slot_looks import Slots
@@ -93,34 +94,76 @@ class RemoteLayers:
         """Whether ranks other than the owner have to fetch the layer."""
         return self._reader is not None and self._reader.owners.is_split(key)
 
-    def begin(self, spans: Sequence[ReadSpan], layer_order: Sequence[LayerKey]) -> None:
+    def prepare_capture(self, layer_order: Sequence[LayerKey]) -> CapturedForward:
+        """See `LayerShardedPool.prepare_capture`."""
+        if self._regions.device is None:
+            raise StateError("a pool in host memory has nothing that is captured into a graph")
+        if self._reader is not None and self._reader.is_collective:
+            raise StateError(NO_GRAPHS)
+        check_no_capture(self._regions, "the preparation of a capture")
+        return CapturedForward(
+            self._layout, check_order(self._layout, layer_order), self._num_pages, self._regions.device
+        )
+
+    @contextmanager
+    def capturing(self, captured: CapturedForward) -> Iterator[None]:
+        """See `LayerShardedPool.capturing`."""
+        self._check_between("a capture")
+        device = self._regions.device
+        if device is None or not device.is_capturing:
+            raise StateError("capturing(...) is used inside the capture of a graph (torch.cuda.graph)")
+        if captured.is_captured:
+            raise StateError("a graph was captured for this already; prepare another for each graph")
+        self.drop_forward()
+        fetches = self.fetches
+        before = self._reads, fetches.hits, fetches.fetches, fetches.nbytes_last
+        # From here on what is launched in FETCH is captured too.
+        device.fork()
+        self._forward = forward = ForwardState(0, captured.pages, captured.order, capture=captured)
+        try:
+            with self._reader.capturing(captured.base) if self._reader else nullcontext():
+                fetches.start(forward)
+                yield
+            if forward.failure is not None:
+                raise IntegrityError(f"the capture of a forward failed: {forward.failure}") from forward.failure
+            captured.finish(self._reads - before[0], fetches.hits - before[1])
+        finally:
+            self.drop_forward()
+            self._reads, fetches.hits, fetches.fetches, fetches.nbytes_last = before
+            # A capture that ends before what it has forked is no graph.
+            device.join(device.mark())
+
+    def begin(
+        self, spans: Sequence[ReadSpan], layer_order: Sequence[LayerKey], replay: CapturedForward | None = None
+    ) -> None:
         """See `LayerShardedPool.begin_forward`."""
-        if self._forward is not None and self._forward.failure is None:
-            raise StateError(f"forward {self._forward.number} has not ended; call end_forward first")
-        if self._closed:
-            raise StateError("the pool is closed")
+        self._check_between("a begin")
         check_no_capture(self._regions, "a begin")
+        if replay is not None:
+            replay.check_ready()
         self.drop_forward()
         self._forward_number += 1
         try:
-            order = check_order(self._layout, layer_order)
+            order = check_order(self._layout, layer_order) if replay is None else replay.order
             live = live_pages(self._layout, spans, self._num_pages)
         except PdlinkError:
             # The others wait in the exchange by now, or soon: they hear of it at once rather than after a timeout.
             if self._reader is not None:
                 self._reader.announce(Step(StepKind.BEGIN, self._forward_number))
             raise
-        self._forward = ForwardState(self._forward_number, live, order)
-        if self._reader is not None:
-            with self._failing(self._forward):
+        self._forward = ForwardState(self._forward_number, live, order, replay=replay)
+        with self._failing(self._forward):
+            if self._reader is not None:
                 self._wait_for_sent_loads()
                 self._reader.begin(self._forward.begin_step(self._setup_digest), order)
+            if replay is not None:
+                self._replay(replay, live)
+        if self._reader is not None and replay is None:
             self.fetches.start(self._forward)
 
     def skip(self) -> None:
         """See `LayerShardedPool.skip_forward`."""
-        if self._forward is not None and self._forward.failure is None:
-            raise StateError(f"forward {self._forward.number} has not ended; call end_forward first")
+        self._check_between("a skip")
         self.drop_forward()
         if self._reader is not None:
             self._reader.skip(Step(StepKind.SKIP, self._forward_number + 1, setup_digest=self._setup_digest))
@@ -138,6 +181,8 @@ class RemoteLayers:
             if self._reader is not None:
                 with self._failing(forward):
                     self.fetches.stop()
+                    if forward.replay is not None:
+                        forward.replay.follow()
                     self._reader.end(forward.end_step())
         finally:
             self.drop_forward()
@@ -150,17 +195,43 @@ class RemoteLayers:
             raise IntegrityError(
                 f"{what}: forward {self._forward.number} has failed: {self._forward.failure}"
             ) from self._forward.failure
+        if self._forward.replay is not None:
+            self.check_eager(what)
         return self._forward
+
+    def check_eager(self, what: str) -> None:
+        """Raise `StateError` in a forward that is captured into a graph, or that a graph makes."""
+        forward = self._forward
+        if forward is not None and forward.capture is not None:
+            raise StateError(f"{what} cannot be captured into a graph; make it between forwards")
+        if forward is not None and forward.replay is not None:
+            raise StateError(
+                f"{what}: forward {forward.number} is made by the replay of a graph, which has all its reads and "
+                "writes; make it between forwards, or begin the forward without a replay"
+            )
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a forward is captured into a graph."""
+        return self._forward is not None and self._forward.capture is not None
+
+    def wait_for_load(self, key: LayerKey) -> None:
+        """As `Fetches.wait_for_load`; for a replay all loads are waited for when its forward begins."""
+        if not self.is_capturing:
+            self.fetches.wait_for_load(key)
 
     def read(self, key: LayerKey) -> torch.Tensor:
         """See `LayerShardedPool.read`."""
-        self.fetches.wait_for_load(key)
+        self.wait_for_load(key)
         forward = self.running(f"read of {key[0]!r} layer {key[1]}") if self.is_split(key) else None
         self._reads += 1
         if forward is None:
             return self._regions.tensor(key)
-        with self._failing(forward):
+        try:  # `_failing`, written out for the sake of time
             return self.fetches.read(forward, key)
+        except PdlinkError as exc:
+            self._fail(forward, exc)
+            raise
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -186,6 +257,8 @@ class RemoteLayers:
             return
         history, is_change = None, False
         if self._forward is not None:
+            if self._forward.replay is not None:
+                self.check_eager(f"a write of {about.name!r} layer {layer}")
             history, is_change = slots.inside(self._forward.wanted(key, about.page_group))
         if is_change:
             with self.changing():
@@ -195,6 +268,26 @@ class RemoteLayers:
             with self._failing(self._forward):
                 self._reader.before_write()
         yield history
+
+    def _check_between(self, what: str) -> None:
+        """Raise `StateError` unless no forward is running, or one that has failed."""
+        if self._forward is not None and self._forward.failure is None:
+            raise StateError(f"{what}: forward {self._forward.number} has not ended; call end_forward first")
+        if self._closed:
+            raise StateError(f"{what}: the pool is closed")
+
+    def _replay(self, replay: CapturedForward, live: dict[str, LivePages]) -> None:
+        """What the engine launches next is a replay."""
+        for key in self._layout.cells():
+            self.fetches.wait_for_load(key)
+        replay.fill(self._forward_number, live)
+        reads, hits, fetches = replay.counts
+        self._reads += reads
+        self.fetches.hits += hits
+        self.fetches.fetches += fetches
+        nbytes, self.fetches.nbytes_last = replay.nbytes(live)
+        if self._reader is not None:
+            self._reader.replayed(nbytes)
 
     def _wait_for_sent_loads(self) -> None:
         """Before others are told that they may gather: their gathers do not ask again."""
@@ -265,11 +358,16 @@ class RemoteLayers:
             yield
         except PdlinkError as exc:
             if forward is not None:
-                forward.failure = exc
-                self.fetches.clear()
-                if self._reader is not None:
-                    # Fetches that run on must not be told of as over.
-                    with suppress(DeadlineExceeded):
-                        self.fetches.stop()
-                        self._reader.fail(forward.end_step())
+                self._fail(forward, exc)
             raise
+
+    def _fail(self, forward: ForwardState, exc: PdlinkError) -> None:
+        forward.failure = exc
+        self.fetches.clear()
+        if self._reader is not None and forward.capture is None:
+            if forward.replay is not None:
+                forward.replay.follow()
+            # Fetches that run on must not be told of as over.
+            with suppress(DeadlineExceeded):
+                self.fetches.stop()
+                self._reader.fail(forward.end_step())

@@ -7,11 +7,13 @@ page is `token_rows`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from pdlink.errors import LayoutError
 from pdlink.layout import CacheLayout, Component, OwnedLayers, Region
+from pdlink.memory.captured_forward import CapturedForward, check_captured
 from pdlink.memory.forward import LayerKey, ReadSpan, check_pages
 from pdlink.memory.layer_reader import LayerReader
 from pdlink.memory.owned_regions import OwnedRegions
@@ -112,15 +114,26 @@ class LayerShardedPool:
         self.layout.component(component)
         return self._remote.fetches.buffers(component)
 
-    def begin_forward(self, spans: Sequence[ReadSpan], layer_order: Sequence[LayerKey] | None = None) -> None:
+    def begin_forward(
+        self,
+        spans: Sequence[ReadSpan],
+        layer_order: Sequence[LayerKey] | None = None,
+        *,
+        replay: CapturedForward | None = None,
+    ) -> None:
         """Say which prefix tokens the batch reads, and in which order its layers will be read, if that is known.
 
         Collective: one record of forward number, page ids, counts and layer order is compared across the shard group.
         Raises `LayoutError` for spans that cannot be, `StateError` inside a forward, `IntegrityError` when ranks
         disagree, `DeadlineExceeded` when one does not come.
+
+        With `replay` the forward is made by the replay, once, of the graph that was captured for it, on the caller's
+        current stream; it has the layer order that it was prepared with. Other ranks may replay theirs, or not.
         """
+        if replay is not None and layer_order is not None:
+            raise LayoutError("a replay has the layer order that its capture was prepared with; give none")
         self._slots.clear()
-        self._remote.begin(spans, layer_order or ())
+        self._remote.begin(spans, layer_order or (), replay)
 
     def end_forward(self) -> None:
         """End the forward; scratch holds nothing afterwards. Collective.
@@ -129,6 +142,38 @@ class LayerShardedPool:
         """
         self._slots.clear()
         self._remote.end()
+
+    def prepare_capture(self, layer_order: Sequence[LayerKey] | None = None) -> CapturedForward:
+        """What one CUDA graph of a forward needs of the pool: device memory that is filled before each replay.
+
+            captured = pool.prepare_capture(layer_order)
+            with torch.cuda.graph(graph), pool.capturing(captured):
+                model()  # its reads and writes of the pool
+            ...
+            pool.begin_forward(spans, replay=captured)
+            graph.replay()
+            pool.end_forward()
+
+        `layer_order` is as in `begin_forward`. A capture is this rank's alone: no other has to make one. Called outside
+        of captures. Raises `StateError` with a reader whose reads need all ranks, and for a pool in host memory.
+        """
+        return self._remote.prepare_capture(layer_order or ())
+
+    def capturing(self, captured: CapturedForward) -> AbstractContextManager[None]:
+        """Within, reads and writes of layers are captured as they will be made at each replay: with the pages of that
+        forward, which may be none, and after the waits for other ranks that it needs.
+
+        Used inside the capture of a graph and between forwards. Nothing is moved; `read` gives the tensor that will
+        hold the layer at that point of a replay. Slots and rows that are written lie on the pool's device, in tensors
+        that the engine refills before a replay; nobody looks at slots, so it is the engine's to have them inside the
+        pool and outside of the prefixes that `begin_forward` is given. Rows of the chunk may share a page with a
+        prefix. Moves, restores and compacted reads are refused.
+
+        Memory: a replay reads and writes owned regions and scratch, and memory of other ranks; graphs are not replayed
+        outside of a forward, nor after `close`. Raises `StateError` outside of a capture, inside a forward, and for
+        tensors on the host.
+        """
+        return self._remote.capturing(captured)
 
     def skip_forward(self) -> None:
         """Stand aside from a forward that the others make: it counts here too, and nobody waits for this rank in it.
@@ -160,6 +205,7 @@ class LayerShardedPool:
         The second is int64 [num_pages]: position of a page id in the first, -1 for pages that are not live. Both are
         copies: later writes do not show in them. Rows as in `read`, which this calls.
         """
+        self._remote.check_eager(f"a compacted read of {component!r} layer {layer}")
         whole = self.read(component, layer)
         forward = self._remote.running(f"compacted read of {component!r} layer {layer}")
         live = forward.prefix(self.layout.component(component).page_group)
@@ -183,7 +229,7 @@ class LayerShardedPool:
         about = self.layout.component(component)
         slots = self._look(slots, about).here
         region = self.region_tensor(component, layer)
-        self._remote.fetches.wait_for_load((component, layer))
+        self._remote.wait_for_load((component, layer))
         return read_rows(region, about, about.field(field), *split_slots(slots, about.page_size))
 
     def write(self, component: str, layer: int, slots: torch.Tensor, fields: Mapping[str, torch.Tensor]) -> None:
@@ -211,6 +257,7 @@ class LayerShardedPool:
         All sources are read before a target is written, so the sets may overlap; targets are distinct. All ranks
         call it alike: owners move, and scratch of the touched layers is invalid on all. Raises `LayoutError`.
         """
+        self._remote.check_eager("a move")
         if component is None and len(self.layout.page_groups) > 1:
             raise LayoutError("slots belong to one page group and the layout has several; name the component to move")
         names = [one.name for one in self.layout.components] if component is None else [component]
@@ -242,6 +289,7 @@ class LayerShardedPool:
 
         Scratch of the layer is invalid on all ranks from then on. Raises `LayoutError`.
         """
+        self._remote.check_eager("a restore")
         key = self._key(component, layer)
         page_ids = self._page_ids(pages)
         about = self.layout.component(component)
@@ -267,6 +315,7 @@ class LayerShardedPool:
         Like `restore` all ranks call it alike, those that do not own the layer with None, and scratch of the layer is
         invalid from then on. Raises `LayoutError`.
         """
+        self._remote.check_eager("a restore")
         key = self._key(component, layer)
         about = self.layout.component(component)
         known = self._look(slots, about)
@@ -299,12 +348,15 @@ class LayerShardedPool:
         return component, layer
 
     def _look(self, slots: torch.Tensor, about: Component) -> Slots:
-        known = self._slots.at(slots)
+        known = self._slots.unseen(slots) if self._remote.is_capturing else self._slots.at(slots)
         known.check(about, self.num_pages)
         return known
 
     def _beside(self, fields: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Rows where the pool lies."""
+        if self._remote.is_capturing:
+            for data in fields.values():
+                check_captured(data, self.device, "rows")
         return fields if self.device is None else {name: data.to(self.device) for name, data in fields.items()}
 
     def _page_ids(self, pages: Sequence[int]) -> torch.Tensor:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from pdlink.layout import Component
+from pdlink.memory.captured_forward import check_captured
 from pdlink.memory.forward import LivePages
-from pdlink.memory.token_rows import check_slots
+from pdlink.memory.token_rows import check_slot_shape, check_slots
 
 
 class Slots:
@@ -42,6 +43,21 @@ class Slots:
         return found[1:]
 
 
+class CapturedSlots(Slots):
+    """Slots that a graph finds in a tensor at each replay: nobody looks at them, and none may be a prefix row then."""
+
+    def __init__(self, here: torch.Tensor) -> None:
+        super().__init__(here, here)
+
+    def check(self, about: Component, num_pages: int) -> None:
+        """Raise `LayoutError` unless they are int64 [n]."""
+        check_slot_shape(self.here)
+
+    def inside(self, live: LivePages) -> tuple[torch.Tensor, bool]:
+        """None of them."""
+        return torch.zeros(len(self), dtype=torch.bool), False
+
+
 class SlotLooks:
     """Looks at slot tensors for a pool on `device` (None: in host memory). One thread.
 
@@ -62,6 +78,11 @@ class SlotLooks:
         if slots.device.type != "cpu":
             self._seen = (slots, found)
         return found
+
+    def unseen(self, slots: torch.Tensor) -> Slots:
+        """`slots` as a graph that is being captured will find them. Raises `StateError` when they lie elsewhere."""
+        check_captured(slots, self._device, "slots")
+        return CapturedSlots(slots)
 
     def clear(self) -> None:
         """A forward begins or is over: whoever made slots may make others in the same place."""

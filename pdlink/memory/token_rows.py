@@ -90,14 +90,19 @@ def split_slots(slots: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torc
 
 def check_slots(slots: torch.Tensor, component: Component, num_pages: int) -> None:
     """Raise `LayoutError` unless `slots` is int64 [n] with every slot inside the pool."""
-    if slots.dtype != torch.int64 or slots.dim() != 1:
-        raise LayoutError(f"slots must be int64 [n], got {slots.dtype} {list(slots.shape)}")
+    check_slot_shape(slots)
     limit = num_pages * component.page_size
     if len(slots) and (int(slots.min()) < 0 or int(slots.max()) >= limit):
         raise LayoutError(
             f"slots span {int(slots.min())}..{int(slots.max())}, outside the {limit} slots of a pool of "
             f"{num_pages} pages of {component.page_size} tokens"
         )
+
+
+def check_slot_shape(slots: torch.Tensor) -> None:
+    """Raise `LayoutError` unless `slots` is int64 [n]."""
+    if slots.dtype != torch.int64 or slots.dim() != 1:
+        raise LayoutError(f"slots must be int64 [n], got {slots.dtype} {list(slots.shape)}")
 
 
 def check_rows(component: Component, field: Field, data: torch.Tensor, num_rows: int) -> None:

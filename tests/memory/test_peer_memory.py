@@ -75,7 +75,7 @@ def test_each_rank_sees_what_the_others_show(boards: list[PeerBoards]) -> None:
 def test_epochs_never_go_back(boards: list[PeerBoards]) -> None:
     boards[0].advance_written(begin_of(3))
     boards[0].advance_written(begin_of(2))
-    boards[1].wait_written(0, begin_of(3), 3, "a read")
+    boards[1].wait_written(0, begin_of(3), 3, lambda: "a read")
     for one in boards:
         one.advance_read(end_of(3))
         one.advance_read(end_of(2))
@@ -97,7 +97,7 @@ def test_a_wait_that_is_too_long_names_who_is_late(boards: list[PeerBoards]) -> 
     with pytest.raises(DeadlineExceeded, match=r"^a write: waited 0.2 s for shard rank 2 \(global rank 5\), which may"):
         boards[1].wait_read(end_of(1), 2, "a write")
     with pytest.raises(DeadlineExceeded, match=r"shard rank 0 \(global rank 4\), which owns the layer"):
-        boards[1].wait_written(0, begin_of(1), 1, "a read")
+        boards[1].wait_written(0, begin_of(1), 1, lambda: "a read")
     boards[0].post(Step(StepKind.BEGIN, 1))
     with pytest.raises(DeadlineExceeded, match=r"for shard rank 1 .*, shard rank 2 .* has not begun it"):
         boards[0].records(1, "the begin")
@@ -106,9 +106,9 @@ def test_a_wait_that_is_too_long_names_who_is_late(boards: list[PeerBoards]) -> 
 def test_an_owner_that_failed_in_the_forward_is_named(boards: list[PeerBoards]) -> None:
     boards[0].fail(3)
     with pytest.raises(IntegrityError, match=r"shard rank 0 .* has failed in forward 3"):
-        boards[1].wait_written(0, begin_of(3), 3, "a read")
+        boards[1].wait_written(0, begin_of(3), 3, lambda: "a read")
     boards[0].advance_written(begin_of(3))
-    boards[1].wait_written(0, begin_of(3), 3, "a read")
+    boards[1].wait_written(0, begin_of(3), 3, lambda: "a read")
 
 
 def test_a_rank_that_ended_is_named(boards: list[PeerBoards]) -> None:
@@ -116,9 +116,9 @@ def test_a_rank_that_ended_is_named(boards: list[PeerBoards]) -> None:
         one.timeout_s = 20.0
     boards[2].advance_written(begin_of(1))
     boards[2].close()
-    boards[1].wait_written(2, begin_of(1), 1, "a read of what it has written")
+    boards[1].wait_written(2, begin_of(1), 1, lambda: "a read of what it has written")
     with pytest.raises(PeerGone, match=r"shard rank 2 .* has ended or closed its pool"):
-        boards[1].wait_written(2, begin_of(2), 2, "a read")
+        boards[1].wait_written(2, begin_of(2), 2, lambda: "a read")
 
 
 def test_a_rank_that_is_ahead_counts_as_having_skipped_unless_it_failed(boards: list[PeerBoards]) -> None:

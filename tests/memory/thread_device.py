@@ -77,12 +77,18 @@ class GlooLink:
         self._device.launch(self._group.close)
 
 
+class Mark:
+    """A place in the lane; in a graph, another one at each replay."""
+
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+
 class ThreadDevice:
-    """Implements `PoolDevice`. `communicator` makes the groups that broadcast."""
+    """Implements `PoolDevice`. `communicator` makes the groups that broadcast; graphs of it are `thread_graph`."""
 
     memory, index, torch_device = MemoryKind.HOST, 0, torch.device("cpu")
     identity = "0" * 32
-    is_capturing = False
 
     def __init__(self, communicator: type[GroupCommunicator] = GroupCommunicator, late_s: float = LATE_S) -> None:
         self.communicator = communicator
@@ -90,6 +96,8 @@ class ThreadDevice:
         self._random = random.Random(7)
         self._steps: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._trouble: Trouble | None = None
+        self._graph: list[Callable[[], None]] | None = None
+        self._is_joined = True
         self._thread = threading.Thread(target=self._run, name="pdlink-pretend-lane", daemon=True)
         self._thread.start()
         self._is_closed = False
@@ -116,24 +124,72 @@ class ThreadDevice:
     def scratch(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=torch.uint8)
 
+    def fill(self, target: torch.Tensor, values: np.ndarray) -> None:
+        assert not self.is_capturing
+        given = values.copy()
+
+        def run() -> None:
+            words_at(target.data_ptr(), given.nbytes)[:] = given
+
+        self.launch(run)
+
+    @property
+    def is_capturing(self) -> bool:
+        return self._graph is not None
+
+    def capture_into(self, steps: list[Callable[[], None]]) -> None:
+        """What is launched from here on is written down, to be done at each replay."""
+        assert self._graph is None
+        self._graph, self._is_forked, self._is_joined = steps, False, True
+        self._last: Mark | None = None
+
+    def end_capture(self) -> bool:
+        """Whether COMPUTE has joined all that was launched in FETCH."""
+        self._graph = None
+        return self._is_joined
+
     def launch(self, step: Callable[[], None]) -> None:
-        self._steps.put(step)
+        if self._graph is None:
+            self._steps.put(step)
+            return
+        assert self._is_forked, "work in FETCH that is not behind a fork is no part of a graph"
+        self._last, self._is_joined = None, False
+        self._graph.append(lambda: self._steps.put(step))
 
     def fork(self) -> None:
         """COMPUTE has done all that it was asked for."""
+        if self._graph is not None:
+            self._is_forked, self._is_joined = True, False
 
-    def mark(self) -> threading.Event:
-        mark = threading.Event()
-        self.launch(mark.set)
+    def mark(self) -> Mark:
+        mark = Mark()
+        if self._graph is None:
+            self._steps.put(mark.event.set)
+            return mark
+
+        def again() -> None:
+            mark.event = threading.Event()
+            self._steps.put(mark.event.set)
+
+        self._graph.append(again)
+        self._last = mark
         return mark
 
     def join(self, mark: object) -> None:
-        assert isinstance(mark, threading.Event)
-        assert mark.wait(60), "the lane's thread is stuck"
+        assert isinstance(mark, Mark)
+
+        def wait() -> None:
+            assert mark.event.wait(60), "the lane's thread is stuck"
+
+        if self._graph is None:
+            wait()
+            return
+        self._graph.append(wait)
+        self._is_joined = self._is_joined or mark is self._last
 
     def is_over(self, mark: object) -> bool:
-        assert isinstance(mark, threading.Event)
-        return mark.is_set()
+        assert isinstance(mark, Mark)
+        return mark.event.is_set()
 
     def advance(self, lane: Lane, word: int, value: int) -> None:
         def run() -> None:
@@ -143,18 +199,26 @@ class ThreadDevice:
         self._in(lane, run)
 
     def wait_for(
-        self, lane: Lane, words: Sequence[int], ranks: Sequence[int], value: int, timeout_s: float, broken: int = 0
+        self,
+        lane: Lane,
+        words: Sequence[int],
+        ranks: Sequence[int],
+        value: int,
+        timeout_s: float,
+        broken: int = 0,
+        base: int = 0,
     ) -> None:
         def run() -> None:
             until = time.monotonic() + timeout_s
+            wanted = value + (int(words_at(base, 8)[0]) if base else 0)
             for word, rank in zip(words, ranks, strict=True):
                 at = words_at(word, 8)
-                while at[0] < value and self._trouble is None:
+                while at[0] < wanted and self._trouble is None:
                     if time.monotonic() > until:
-                        self._found(TroubleKind.LATE, rank, value, int(at[0]))
+                        self._found(TroubleKind.LATE, rank, wanted, int(at[0]))
                     time.sleep(1e-4)
             if self._trouble is not None and broken:
-                words_at(broken, 8)[0] = value
+                words_at(broken, 8)[0] = wanted
 
         self._in(lane, run)
 
@@ -170,9 +234,9 @@ class ThreadDevice:
     def copy(self, copy: PageCopy) -> None:
         def run() -> None:
             ids = words_at(copy.pages.address, 8 * (1 + copy.pages.num_pages))
-            assert ids[0] == copy.pages.num_pages
+            assert ids[0] <= copy.pages.num_pages
             nbytes = copy.page_bytes
-            for place, page in enumerate(ids[1:].tolist()):
+            for place, page in enumerate(ids[1 : 1 + ids[0]].tolist()):
                 target = copy.target + (place if copy.target_is_packed else page) * nbytes
                 if self._trouble is not None:
                     ctypes.memset(target, POISON, nbytes)
@@ -219,6 +283,8 @@ class ThreadDevice:
     def _in(self, lane: Lane, step: Callable[[], None]) -> None:
         if lane is Lane.FETCH:
             self.launch(step)
+        elif self._graph is not None:
+            self._graph.append(step)
         else:
             step()
 
