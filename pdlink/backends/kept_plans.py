@@ -18,6 +18,11 @@ MAX_PLANS = 256
 T = TypeVar("T")
 
 
+def is_kept(batch: PullBatch) -> bool:
+    """Whether what is made of `batch` is kept."""
+    return batch.num_descriptors <= MAX_DESCRIPTORS
+
+
 class KeptPlans(Generic[T]):
     """The parts of batches, each with what it was checked by."""
 
@@ -33,6 +38,6 @@ class KeptPlans(Generic[T]):
         if known and known[0] is table:
             return iter(known[1])
         made = make()
-        if batch.num_descriptors > MAX_DESCRIPTORS:
+        if not is_kept(batch):
             return iter(made)
         return iter(self._plans.put(batch, (table, tuple(made)))[1])

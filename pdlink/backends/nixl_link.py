@@ -15,11 +15,12 @@ from time import perf_counter
 import numpy as np
 
 from pdlink.backends.base import Peer, PullHandle, PullStatus, Settled
-from pdlink.backends.kept_plans import KeptPlans
+from pdlink.backends.kept_plans import KeptPlans, is_kept
 from pdlink.backends.nixl_endpoint import RegionTable, unpack
 from pdlink.backends.nixl_engine import Agent, Held
 from pdlink.backends.nixl_memory import NixlMemory
 from pdlink.backends.nixl_pieces import Indexed, Plain, pieces
+from pdlink.backends.nixl_posts import KeptPosts, Post
 from pdlink.backends.ranges import check_destinations, check_sources
 from pdlink.errors import BackendError, PeerGone
 from pdlink.layout.regions import MemoryKind
@@ -35,9 +36,10 @@ class NixlPull(PullHandle):
     def __init__(self, batch: PullBatch, link: NixlLink, own: _OwnPages, todo: Iterator[Indexed | Plain]) -> None:
         super().__init__(batch)
         self.link = link
+        self.is_kept = is_kept(batch)
         self.own = own
         self.todo = todo
-        self.posted: deque[_Post] = deque()
+        self.posted: deque[tuple[Indexed | Plain, Post]] = deque()
         self.status = PullStatus.PENDING
 
     def fail(self, error: Exception) -> None:
@@ -45,18 +47,6 @@ class NixlPull(PullHandle):
         if self.status is PullStatus.PENDING:
             self.status, self.error = PullStatus.FAILED, error
         self.todo = iter(())
-
-
-class _Post:
-    """One posted transfer and the lists that only it uses."""
-
-    def __init__(self, transfer: Held, lists: tuple[Held, ...]) -> None:
-        self.transfer = transfer
-        self.lists = lists
-
-    def release(self) -> None:
-        for one in (self.transfer, *self.lists):
-            one.release()
 
 
 class _OwnPages:
@@ -85,6 +75,8 @@ class NixlLink:
         self._their_lists: dict[MemoryKind, Held] = {}
         self._pulls: list[NixlPull] = []
         self._plans: KeptPlans[Indexed | Plain] = KeptPlans()
+        self._kept = KeptPosts()
+        """Of own regions as they are in `_own`."""
         self._is_dead = False
         """The connection has failed: a post of it may never be heard of again."""
         self._may_copy = False
@@ -154,8 +146,9 @@ class NixlLink:
                 pull.fail(PeerGone(f"the nixl link to {self.peer.worker_id} was taken down: {why}"))
                 while pull.posted:
                     with suppress(Exception):  # a post that will not be released goes with its agent
-                        pull.posted.popleft().release()
+                        pull.posted.popleft()[1].release()
             self._pulls.clear()
+            self._kept.release()
             for prepared in (*(self._own.prepared.values() if self._own else ()), *self._their_lists.values()):
                 with suppress(Exception):  # it goes with its agent
                     prepared.release()
@@ -170,6 +163,7 @@ class NixlLink:
         What is not there any more is let go when no pull is under way, which may still use it.
         """
         if self._own is None or self._own.table is not own:
+            self._kept.release()
             if self.agent.device is None:
                 self.agent.device = own.cuda_device
             self._memory.add(own)
@@ -212,34 +206,35 @@ class NixlLink:
 
     def _post(self, pull: NixlPull, piece: Indexed | Plain) -> bool:
         """Post one piece; returns whether it was over when the call came back, as it is where a kernel copies."""
-        peer = self.peer.worker_id
-        lists: tuple[Held, ...] = ()
         began = perf_counter()
         try:
-            if isinstance(piece, Plain):
-                own = self.agent.prepare("", piece.own, piece.own_memory, peer)
-                theirs = self.agent.prepare(self._name, piece.theirs, piece.their_memory, peer)
-                lists, every = (own, theirs), np.arange(len(piece.own), dtype=np.int32)
-                transfer = self.agent.make_read(own, every, theirs, every, peer)
-            else:
-                own, theirs = pull.own.prepared[piece.own_memory], self._their_lists[piece.their_memory]
-                transfer = self.agent.make_read(own, piece.own, theirs, piece.theirs, peer)
+            post = self._kept.take(piece) or self._made(pull, piece)
         except BackendError as error:
             pull.fail(error)
             return False
-        post = _Post(transfer, lists)
-        pull.posted.append(post)
+        pull.posted.append((piece, post))
         made = perf_counter()
-        over = self._look(pull, post, self.agent.post)
+        over = self._look(pull, piece, post, self.agent.post)
         pull.timings.prep_s += made - began
         pull.timings.post_s += perf_counter() - made
         return over
 
-    def _reap(self, pull: NixlPull) -> None:
-        for post in list(pull.posted):
-            self._look(pull, post, self.agent.state)
+    def _made(self, pull: NixlPull, piece: Indexed | Plain) -> Post:
+        """A transfer of `piece`. Raises as the agent does."""
+        peer = self.peer.worker_id
+        if isinstance(piece, Indexed):
+            own, theirs = pull.own.prepared[piece.own_memory], self._their_lists[piece.their_memory]
+            return Post(self.agent.make_read(own, piece.own, theirs, piece.theirs, peer))
+        own = self.agent.prepare("", piece.own, piece.own_memory, peer)
+        theirs = self.agent.prepare(self._name, piece.theirs, piece.their_memory, peer)
+        every = np.arange(len(piece.own), dtype=np.int32)
+        return Post(self.agent.make_read(own, every, theirs, every, peer), (own, theirs))
 
-    def _look(self, pull: NixlPull, post: _Post, ask: Callable[[Held, str], str]) -> bool:
+    def _reap(self, pull: NixlPull) -> None:
+        for piece, post in list(pull.posted):
+            self._look(pull, piece, post, self.agent.state)
+
+    def _look(self, pull: NixlPull, piece: Indexed | Plain, post: Post, ask: Callable[[Held, str], str]) -> bool:
         """Whether the post is done. One that failed stays posted: nixl does not say that it is over."""
         try:
             state = ask(post.transfer, self.peer.worker_id)
@@ -251,6 +246,9 @@ class NixlLink:
             return False
         if state == "PROC":
             return False
-        pull.posted.remove(post)
-        post.release()
+        pull.posted.remove((piece, post))
+        if pull.is_kept and pull.own is self._own:
+            self._kept.give(piece, post)
+        else:
+            post.release()
         return True
