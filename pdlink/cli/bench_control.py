@@ -43,21 +43,27 @@ def bench_control(
     from pdlink.cli.control_rank import BYTES_PER_TOKEN, PAGE_SIZE
     from pdlink.cli.control_rig import CALLERS, Rig
     from pdlink.cli.output import console, note, print_json, print_table
+    from pdlink.cli.progress import progress
     from pdlink.config import load_settings
 
     load_settings()  # refused here rather than in a child
     callers = [one.value for one in caller or CallerName]
     rows: list[dict[str, object]] = []
-    for size, where in itertools.product(cp or [1, 4], way or WayName):
-        note(f"cp {size}, {where}: starting {size} prefill rank(s) and a bootstrap service")
-        with Rig(size, layers, beside=where is WayName.SIDECAR) as rig:
-            for name in callers:
-                note(f"cp {size}, {where}: {samples:,} requests, caller {name}")
-                for _ in range(min(WARM_UP, samples)):
-                    rig.measure_ms(CALLERS[name])
-                taken = [rig.measure_ms(CALLERS[name]) for _ in range(samples)]
-                what: dict[str, object] = {"way": where.value, "caller": name, "cp": size, "samples": samples}
-                rows.append(what | summarise(taken))
+    rigs = list(itertools.product(cp or [1, 4], way or WayName))
+    with progress("requests", len(rigs) * len(callers) * samples) as bar:
+        for size, where in rigs:
+            note(f"cp {size}, {where}: starting {size} prefill rank(s) and a bootstrap service")
+            with Rig(size, layers, beside=where is WayName.SIDECAR) as rig:
+                for name in callers:
+                    note(f"cp {size}, {where}: {samples:,} requests, caller {name}")
+                    for _ in range(min(WARM_UP, samples)):
+                        rig.measure_ms(CALLERS[name])
+                    taken = []
+                    for _ in range(samples):
+                        taken.append(rig.measure_ms(CALLERS[name]))
+                        bar.step()
+                    what: dict[str, object] = {"way": where.value, "caller": name, "cp": size, "samples": samples}
+                    rows.append(what | summarise(taken))
     if json:
         page_bytes = PAGE_SIZE * BYTES_PER_TOKEN
         print_json(

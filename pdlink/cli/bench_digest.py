@@ -43,6 +43,7 @@ def bench_digest(
     """Time page digests by kind and place, and requests with and without them."""
     from pdlink.cli.digest_rig import OFF, DigestRig
     from pdlink.cli.output import console, note, print_json, print_table
+    from pdlink.cli.progress import progress
     from pdlink.cli.transfer_bytes import Shape
     from pdlink.cli.transfer_gpus import find_gpus
     from pdlink.transfer.digests import DigestKind
@@ -53,10 +54,13 @@ def bench_digest(
     gpus = find_gpus() if device is Device.CUDA else None
     devices = gpus.devices if gpus else (-1, -1)
     note(f"digests of {num_pages} scattered pages of {page_bytes:,} B x {layers} layers, {shape.nbytes / 1e6:,.1f} MB")
-    digests_s = time_digests(shape, devices[0], rounds)
-    note("requests")
-    with DigestRig([OFF, *(one.value for one in DigestKind)], shape, devices) as rig:
-        requests = rig.measure(rounds)
+    settings = [OFF, *(one.value for one in DigestKind)]
+    with progress("digests", (rounds + 1) * (len(DigestKind) + len(settings))) as bar:
+        digests_s = time_digests(shape, devices[0], rounds, bar.step)
+        note("requests")
+        bar.say("requests")
+        with DigestRig(settings, shape, devices) as rig:
+            requests = rig.measure(rounds, bar.step)
     rows = make_rows(shape.nbytes, digests_s, requests)
     if json:
         print_json({"device": device.value, "nbytes": shape.nbytes, "page_bytes": page_bytes, "rows": rows})
@@ -65,8 +69,11 @@ def bench_digest(
     note(LEGEND)
 
 
-def time_digests(shape: Shape, device: int, rounds: int) -> Mapping[tuple[str, str], Sequence[float]]:
-    """(place, kind) -> seconds of each round, of digests of pages in host memory (`device` -1) or on a device.
+def time_digests(
+    shape: Shape, device: int, rounds: int, step: Callable[[], None] = lambda: None
+) -> Mapping[tuple[str, str], Sequence[float]]:
+    """(place, kind) -> seconds of each round, of digests of pages in host memory (`device` -1) or on a device; `step`
+    is called after each.
 
     Raises `BackendUnavailable` for a device that makes none.
     """
@@ -85,7 +92,7 @@ def time_digests(shape: Shape, device: int, rounds: int) -> Mapping[tuple[str, s
             (_place(kind is DigestKind.MIX64, device), kind.value): partial(digests, kind, pool.regions, pages)
             for kind in DigestKind
         }
-        return in_turns(turns, rounds)
+        return in_turns(turns, rounds, step)
     finally:
         digests.close()
         pool.close()
@@ -98,7 +105,7 @@ def _place(is_mix: bool, device: int) -> str:
 
 
 def in_turns(
-    turns: Mapping[tuple[str, str], Callable[[], object]], rounds: int
+    turns: Mapping[tuple[str, str], Callable[[], object]], rounds: int, step: Callable[[], None] = lambda: None
 ) -> Mapping[tuple[str, str], list[float]]:
     """Seconds of each call in each of `rounds`, after a round that warms up."""
     taken: dict[tuple[str, str], list[float]] = {name: [] for name in turns}
@@ -108,6 +115,7 @@ def in_turns(
             call()
             if number:
                 taken[name].append(time.perf_counter() - began)
+            step()
     return taken
 
 

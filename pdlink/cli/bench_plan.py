@@ -78,19 +78,22 @@ def bench_plan(
     import numpy as np
 
     from pdlink.cli.output import console, print_json, print_table
+    from pdlink.cli.progress import progress
 
     scene = make_scene(pages, layers, owners)
     generator = np.random.default_rng(seed)
-    draws = [draw_pages(scene, generator) for _ in range(ROUNDS + 1)]
-    started = time.perf_counter()
-    planner = build_planner(scene)
-    batches = plan_request(planner, draws[0], form, inject)
-    cold_ms = (time.perf_counter() - started) * 1e3
-    rounds_ms = []
-    for draw in draws[1:]:
+    rounds_ms: list[float] = []
+    with progress("plans", ROUNDS + 1) as bar:
+        draws = [draw_pages(scene, generator) for _ in range(ROUNDS + 1)]
         started = time.perf_counter()
-        batches = plan_request(planner, draw, form, inject)
-        rounds_ms.append((time.perf_counter() - started) * 1e3)
+        planner = build_planner(scene)
+        batches = plan_request(planner, draws[0], form, inject)
+        cold_ms = (time.perf_counter() - started) * 1e3
+        for draw in draws[1:]:
+            bar.step()
+            started = time.perf_counter()
+            batches = plan_request(planner, draw, form, inject)
+            rounds_ms.append((time.perf_counter() - started) * 1e3)
     result = {
         "plan_ms": statistics.median(rounds_ms),
         "cold_ms": cold_ms,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -121,15 +121,18 @@ def _names(chosen: Sequence[ReaderName] | None, usual: tuple[str, ...]) -> tuple
 def _bench(cases: Sequence[PoolCase], json: bool, plot: Path | None, title: str) -> None:
     from pdlink.cli import pool_plot
     from pdlink.cli.output import console, note, print_json, print_table
+    from pdlink.cli.progress import progress
     from pdlink.cli.transfer_plot import check_plot
 
     if plot is not None:
         check_plot(plot)
     _check_gpus(cases)
     rows: list[dict[str, object]] = []
-    for case in cases:
-        note(f"{case.ranks} ranks, {case.live_tokens:,} of {case.pool_tokens:,} tokens live: {', '.join(case.readers)}")
-        rows += _measure(case)
+    with progress(title, sum(case.rounds * len(case.readers) for case in cases)) as bar:
+        for case in cases:
+            live = f"{case.live_tokens:,} of {case.pool_tokens:,} tokens live"
+            note(f"{case.ranks} ranks, {live}: {', '.join(case.readers)}")
+            rows += _measure(case, bar.step)
     if plot is not None:
         pool_plot.draw(rows, plot, title)
     if json:
@@ -154,8 +157,8 @@ def _check_gpus(cases: Sequence[PoolCase]) -> None:
         )
 
 
-def _measure(case: PoolCase) -> list[dict[str, object]]:
-    """Run the ranks of one case and collect what rank 0 says."""
+def _measure(case: PoolCase, step: Callable[[], None] = lambda: None) -> list[dict[str, object]]:
+    """Run the ranks of one case and collect what rank 0 says; `step` is called with each read or forward of it."""
     import tempfile
     from contextlib import ExitStack
 
@@ -175,6 +178,7 @@ def _measure(case: PoolCase) -> list[dict[str, object]]:
             reader, ms, nbytes = heard
             taken[reader].append(ms)
             moved[reader] = nbytes
+            step()
     return make_rows(case, taken, moved, picked)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import TextIO
 
+    from pdlink.cli.progress import Steps
     from pdlink.cli.transfer_case import Case
     from pdlink.cli.transfer_row import Row
 
@@ -99,6 +100,7 @@ def bench_transfer(
 
     from pdlink.cli import transfer_goals
     from pdlink.cli.output import console, note, print_table
+    from pdlink.cli.progress import progress
     from pdlink.cli.transfer_case import sweep
     from pdlink.cli.transfer_plot import check_plot, draw
     from pdlink.cli.transfer_row import COLUMNS, LEFT, LEGEND, as_text
@@ -126,7 +128,8 @@ def bench_transfer(
     measured = []
     with ExitStack() as stack:
         file = stack.enter_context(_open_rows(rows)) if rows else None
-        for row in _measure(cases, rounds, inject.value, must_work=backend is not None):
+        bar = stack.enter_context(progress("rows", len(cases)))
+        for row in _measure(cases, rounds, inject.value, bar, must_work=backend is not None):
             row["goals"] = transfer_goals.judged(row)
             measured.append(row)
             if file:
@@ -165,7 +168,7 @@ def _open_rows(path: Path) -> TextIO:
         raise InvalidInput(f"--rows {path} cannot be written: {error.strerror}") from error
 
 
-def _measure(cases: Sequence[Case], rounds: int, inject: str, *, must_work: bool) -> Iterator[Row]:
+def _measure(cases: Sequence[Case], rounds: int, inject: str, bar: Steps, *, must_work: bool) -> Iterator[Row]:
     """Each case's row as it comes. A backend that does not work here is left out and said, unless it was asked for."""
     from itertools import groupby
 
@@ -184,11 +187,14 @@ def _measure(cases: Sequence[Case], rounds: int, inject: str, *, must_work: bool
             with Rig(link[0], gpus) as rig:
                 for case in link:
                     note(str(case))
+                    bar.say(f"{case.backend} over {case.transport}")
                     yield make_row(case, rig.measure(case, rounds, inject), gpus.joined_by if gpus else "")
+                    bar.step()
                     found = True
         except Unavailable as error:
             if must_work:
                 raise
+            bar.step(len(link))
             reasons.append(f"{link[0].backend} over {link[0].transport}: {error}")
             note(f"left out {reasons[-1]}")
     if not found:

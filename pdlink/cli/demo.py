@@ -62,6 +62,7 @@ def demo(
     from pdlink.address import parse_address
     from pdlink.backends.registry import parse_backends
     from pdlink.cli.output import console, note, print_json
+    from pdlink.cli.progress import progress
     from pdlink.config import load_settings
 
     _need_reference_engine()
@@ -89,7 +90,13 @@ def demo(
             bootstrap=str(parse_address(bootstrap)),
             sidecar=sidecar,
         )
-        result = run_demo(spec, note)
+        with progress("the demo", draws_itself=True) as bar:
+
+            def tell(text: str) -> None:
+                note(text)
+                bar.say(text)
+
+            result = run_demo(spec, tell)
         if dump is not None:
             _write_dump(dump, spec, result)
     if json:

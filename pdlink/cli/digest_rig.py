@@ -4,7 +4,7 @@ take turns. It sums nothing up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
@@ -70,8 +70,9 @@ class DigestRig:
                 starting.callback(self._pairs[-1].close)
             self._stack = starting.pop_all()
 
-    def measure(self, rounds: int) -> Mapping[str, Sequence[Took]]:
-        """So many requests of each setting, all of them once a round, another one first each time."""
+    def measure(self, rounds: int, step: Callable[[], None] = lambda: None) -> Mapping[str, Sequence[Took]]:
+        """So many requests of each setting, all of them once a round, another one first each time; `step` is called
+        after each, those of the round that warms up as well."""
         taken: dict[str, list[Took]] = {one.setting: [] for one in self._pairs}
         for number in range(-WARM_UP, rounds):
             first = number % len(self._pairs)
@@ -79,6 +80,7 @@ class DigestRig:
                 took = pair.request(number + WARM_UP + 1)
                 if number >= 0:
                     taken[pair.setting].append(took)
+                step()
         return taken
 
     def __enter__(self) -> DigestRig:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from pdlink.cli.progress import Steps, progress
 from tests.faults import episode
 from tests.faults.cluster import Plan, running
 from tests.faults.hosts import loopback, namespaces, namespaces_missing
@@ -45,9 +46,10 @@ class Deck:
         return self.cards.pop()
 
 
-def soak(minutes: float, seed: int, out: TextIO, logs: Path | None, backends: list[str]) -> int:
-    """Returns how many faults were injected."""
+def soak(minutes: float, seed: int, out: TextIO, logs: Path | None, backends: list[str], bar: Steps) -> int:
+    """Returns how many faults were injected. `bar` is told of the seconds that went by."""
     chance, began = random.Random(seed), time.monotonic()
+    told_at = began
     end, numbers = began + minutes * 60, itertools.count(1)
     turn_s = min(ROUND_S, minutes * 60 / max(1, len(backends)))
     without = namespaces_missing()
@@ -71,6 +73,8 @@ def soak(minutes: float, seed: int, out: TextIO, logs: Path | None, backends: li
                 line = scene.run(fault, next(numbers))
                 write(out, line | {"cluster": number})
                 injected += 1
+                bar.step(time.monotonic() - told_at)
+                told_at = time.monotonic()
                 print(f"{line['at_s']:8.1f} s  {name:12} {way:6} {fault.name}: {line['recovery_s']} s", file=sys.stderr)
         ended = {
             "backend": plan.transport.backend,
@@ -97,8 +101,11 @@ def main() -> None:
     backends = [name for name in told.backends.split(",") if not report_missing(name)]
     if told.logs:
         told.logs.mkdir(parents=True, exist_ok=True)
-    with told.out.open("w", encoding="utf-8") as out:
-        injected = soak(told.minutes, told.seed, out, told.logs, backends)
+    with (
+        told.out.open("w", encoding="utf-8") as out,
+        progress("seconds of faults", told.minutes * 60, draws_itself=True) as bar,
+    ):
+        injected = soak(told.minutes, told.seed, out, told.logs, backends, bar)
     print(f"{injected} faults, written to {told.out}", file=sys.stderr)
 
 
