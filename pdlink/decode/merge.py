@@ -347,7 +347,6 @@ class Merge:
             order = {cell: row for row, cell in enumerate(cells_in_order(body.layers))}
             digests = body.digests.part([order[cell] for cell in cells], cut)
         is_whole = stop - start == len(body.page_ids) and len(rows) == sum(len(ids) for ids in body.layers.values())
-        is_whole = is_whole and landing is None
         # Staged unasked are pieces of all that was announced. Of a part of it they are of no use, and go back.
         said = (cells, body.sequence, body.generation, start, body.staged_pieces if is_whole else 0, landing)
         self._actions.append(Pull(worker_id, self._tickets, batch, body.group, rows, target, digests, *said))

@@ -515,7 +515,7 @@ class DecodeWorker:
             return None
         planner, request = live.link.plan(live.merge.request.dp).planner, live.merge.request
         if not planner.pulls_all_of(worker_id):
-            return None  # an owner stages unasked whole pages of all that it publishes
+            return None  # an owner stages unasked of all that it publishes
         found: list[tuple[int, Int64Array, int]] = [(0, np.zeros(0, dtype=np.int64), 0)]
         for name, group in planner.groups.items():
             page_bytes = group.row_bytes[planner.rows(worker_id, name)]

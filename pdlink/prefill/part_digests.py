@@ -22,10 +22,8 @@ FIX = "look for an engine that writes published pages"
 
 
 def taken_parts(rank: RankFacts, parts: Mapping[str, Part]) -> Parts:
-    """What a reader says that it holds, as far as it concerns a rank's digests. Raises `LayoutError` for components
-    that the rank does not know, and for parts that its pages cannot be cut into."""
-    if rank.digest_kind is None:
-        return WHOLE_PAGES
+    """What a reader says that it holds, checked. Raises `LayoutError` for components that the rank does not know, and
+    for parts that its pages cannot be cut into."""
     for name, part in parts.items():
         if not len(_runs(rank, name, part)[0]):
             raise LayoutError(f"pages of {name!r} here hold {rank.parts[name]}, not {part}")

@@ -32,6 +32,7 @@ from pdlink.control.frames import (
     Verdict,
 )
 from pdlink.errors import BackendError, LayoutError, LimitReached, StateError, TransferFailed
+from pdlink.layout.parts import Part
 from pdlink.layout.readers import ReaderSet
 from pdlink.prefill.chunk import Chunk, RankFacts, build_chunk
 from pdlink.prefill.packer import Key, Ticket
@@ -55,8 +56,10 @@ Send: TypeAlias = Callable[[bytes, int, Body], None]
 class StageAhead(Protocol):
     """Who packs pieces that no reader has asked for yet. Both calls come under the worker's lock."""
 
-    def reserve(self, key: Key, route: bytes, publication: Publication, ahead: Ahead) -> Sequence[Ticket]:
-        """Take slots for the first pieces of a publication, as many as there are free now."""
+    def reserve(
+        self, key: Key, route: bytes, publication: Publication, ahead: Ahead, parts: Mapping[str, Part]
+    ) -> Sequence[Ticket]:
+        """Take slots for the first pieces of a publication, as many as there are free now, for a reader of `parts`."""
 
     def begin(self, tickets: Sequence[Ticket]) -> None:
         """Pack them."""
@@ -484,7 +487,8 @@ class Sender:
             for span in reader.spans or ()
         ):
             return ()
-        return self._staging.reserve((self.transfer_id, reader.attempt), reader.route, publication, reader.ahead)
+        key, parts = (self.transfer_id, reader.attempt), dict(reader.parts)
+        return self._staging.reserve(key, reader.route, publication, reader.ahead, parts)
 
     def _refusal(self, readers: ReaderSet, attempt: int) -> Failure | None:
         if self._readers.is_stranger(readers):

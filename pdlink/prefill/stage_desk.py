@@ -6,13 +6,14 @@ The slots and the packing are the stager's. All of it runs under the worker's lo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdlink.backends.staging import Arena
 from pdlink.config import Settings
 from pdlink.control.frames import Body, Credit, Failed, Frame, Stage, Verdict
 from pdlink.errors import InvalidInput
 from pdlink.events import Events
+from pdlink.layout.parts import Part
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.leases import AnswerBook
 from pdlink.prefill.packer import Key, Ticket
@@ -93,13 +94,16 @@ class StageDesk:
         else:
             self._admit(stager, sender, route, frame, body)
 
-    def reserve(self, key: Key, route: bytes, publication: Publication, ahead: Ahead) -> Sequence[Ticket]:
-        """Take slots for the first pieces of a publication that a reader will ask for, as many as are free now."""
+    def reserve(
+        self, key: Key, route: bytes, publication: Publication, ahead: Ahead, parts: Mapping[str, Part]
+    ) -> Sequence[Ticket]:
+        """Take slots for the first pieces of a publication that a reader of `parts` will ask for, as many as are free
+        now."""
         stager = self._stager
         if stager is None or not publication.layers or publication.sequence > MAX_SEQUENCE:
             return ()
         most = min(ahead.num_pieces, MAX_PIECES, MAX_TICKETS - stager.num_tickets(key))
-        jobs = ahead_jobs(self._tables, publication, ahead, most) if stager.is_free else []
+        jobs = ahead_jobs(self._tables, publication, ahead, most, parts) if stager.is_free else []
         numbered = [(ahead_ticket(publication.sequence, index), job) for index, job in enumerate(jobs)]
         return stager.reserve(key, route, numbered)
 

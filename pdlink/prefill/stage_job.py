@@ -112,19 +112,27 @@ def build_job(tables: RowTables, publication: Publication, body: Stage, slot_byt
     return StageJob(publication, publication.generation, table, start, body.num_pages, nbytes)
 
 
-def ahead_jobs(tables: RowTables, publication: Publication, ahead: Ahead, most: int) -> list[StageJob]:
-    """The first pieces of a publication, at most `most`, as a reader will ask for them that wants all of it.
+def ahead_jobs(
+    tables: RowTables, publication: Publication, ahead: Ahead, most: int, parts: Mapping[str, Part] = NO_PARTS
+) -> list[StageJob]:
+    """The first pieces of a publication, at most `most`, as a reader will ask for them that wants all of it, of
+    components in `parts` what it holds.
 
     Empty where it cannot be cut as the reader says.
     """
     cells, num_pages = cells_in_order(publication.layers), len(publication.page_ids)
-    page_bytes = np.array([tables.rank.regions[cell].page_bytes for cell in cells], dtype=np.int64)
+    page_bytes = tables.of(publication.layers, _only(parts, publication.layers))[0].row_bytes
     jobs = []
     for piece in cut_ahead(page_bytes, num_pages, ahead)[:most]:
-        table, _ = tables.of(by_component(cells[piece.rows]))
+        layers = by_component(cells[piece.rows])
+        table, _ = tables.of(layers, _only(parts, layers))
         said = (table, piece.first_page, piece.num_pages, piece.nbytes)
         jobs.append(StageJob(publication, publication.generation, *said))
     return jobs
+
+
+def _only(parts: Mapping[str, Part], layers: Mapping[str, tuple[int, ...]]) -> Mapping[str, Part]:
+    return {name: part for name, part in parts.items() if layers.get(name)} if parts else NO_PARTS
 
 
 def _strange(found: list[tuple[str, tuple[int, ...]]], publication: Publication) -> str:

@@ -1,7 +1,8 @@
 """Owns the rule by which both sides know the pieces that an owner stages unasked: their numbers and their cut. No I/O.
 
-A reader says how large its pieces are; an owner that announces a publication to it may pack the first of these at once,
-and says of how many it does so. Nothing else has to be said, because both cut alike and number alike.
+A reader says how large its pieces are, and what it holds of pages that it does not take whole; an owner that announces
+a publication to it may pack the first of these at once, and says of how many it does so. Nothing else has to be said,
+because both cut alike and number alike.
 """
 
 from __future__ import annotations

@@ -122,10 +122,9 @@ class PullPlanner:
         return np.array(sorted(set(rows)), dtype=np.int64)
 
     def pulls_all_of(self, worker_id: str) -> bool:
-        """Whether every layer that a rank has is wanted of it, and as whole pages."""
+        """Whether every layer that a rank has is wanted of it."""
         number = self.number(worker_id)
-        found = [self._rows_of.get((number, *cell)) for cell in self._held[number]]
-        return all(one is not None and self.groups[one[0]].parts[one[1]] is None for one in found)
+        return all((number, *cell) in self._rows_of for cell in self._held[number])
 
     def parts_from(self, worker_id: str) -> Mapping[str, Part]:
         """What this side holds of components of which it takes no whole pages from a rank."""

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdlink.backends.base import Backend
@@ -282,6 +282,9 @@ def run(case: Case, open_backend: OpenBackend, **settings: object) -> None:
     with contextlib.ExitStack() as stack:
         site = _site(stack, case, open_backend, **settings)
         site.finish([site.begin(f"t{number}", ask, number) for number, ask in enumerate(case.asks)])
+        if case.way == "staged":  # from the second request on, owners stage unasked
+            again = [replace(one, seed=one.seed + 1) for one in case.asks]
+            site.finish([site.begin(f"again{number}", ask, number) for number, ask in enumerate(again)])
 
 
 def run_damaged(case: Case, open_backend: OpenBackend) -> bool:
