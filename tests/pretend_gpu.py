@@ -26,7 +26,7 @@ from pdlink.backends.shm import Segment
 NUM_DEVICES = 2
 LOOKS_PER_STEP = 2
 """Looks at events for one more step of a stream."""
-CACHED = ("bindings", "device_uuid", "num_multiprocessors", "architecture", "_device")
+CACHED = ("bindings", "device_uuid", "device_attribute", "architecture", "_device")
 
 
 class CUresult(IntEnum):
@@ -139,6 +139,9 @@ class PretendDriver(ModuleType):
     def cuDevicePrimaryCtxRetain(self, device: int) -> Any:
         return *OK, device
 
+    def cuCtxGetCurrent(self) -> Any:
+        return *OK, None
+
     def cuCtxPushCurrent(self, context: int) -> Any:
         return OK
 
@@ -233,9 +236,9 @@ def _gather(word: int, source_pages: int, target_pages: int, layers: int, num_la
 
 
 @contextlib.contextmanager
-def pretend_gpus() -> Iterator[PretendDriver]:
+def pretend_gpus(driver: PretendDriver | None = None) -> Iterator[PretendDriver]:
     """Within, this process has two GPUs of pretence, and no other."""
-    driver = PretendDriver()
+    driver = driver or PretendDriver()
     package = ModuleType("cuda.bindings")
     package.driver = driver  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:

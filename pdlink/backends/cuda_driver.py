@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from uuid import UUID
 
 from pdlink.errors import BackendError, BackendUnavailable, RegionError
 
@@ -76,20 +76,26 @@ def device_uuid(device: int) -> str:
     return ctypes.string_at(uuid.getPtr(), 16).hex()
 
 
+def gpu_name(uuid: str) -> str:
+    """A device's name as NVIDIA's tools and CUDA_VISIBLE_DEVICES have it, from 32 hexadecimal digits."""
+    return f"GPU-{UUID(uuid)}"
+
+
 @cache
-def num_multiprocessors(device: int) -> int:
-    attribute = constant("CUdevice_attribute", "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT")
+def device_attribute(name: str, device: int) -> int:
+    """An attribute of a device, by the driver's name for it without `CU_DEVICE_ATTRIBUTE_`."""
+    attribute = constant("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{name}")
     return int(call("cuDeviceGetAttribute", attribute, _device(device)))
+
+
+def num_multiprocessors(device: int) -> int:
+    return device_attribute("MULTIPROCESSOR_COUNT", device)
 
 
 @cache
 def architecture(device: int) -> str:
     """What a compiler calls the device's instruction set, such as `sm_90`."""
-    parts = ("COMPUTE_CAPABILITY_MAJOR", "COMPUTE_CAPABILITY_MINOR")
-    major, minor = (
-        call("cuDeviceGetAttribute", constant("CUdevice_attribute", f"CU_DEVICE_ATTRIBUTE_{part}"), _device(device))
-        for part in parts
-    )
+    major, minor = (device_attribute(f"COMPUTE_CAPABILITY_{part}", device) for part in ("MAJOR", "MINOR"))
     return f"sm_{major}{minor}"
 
 
@@ -113,14 +119,27 @@ def _context(device: int) -> Any:
         return _CONTEXTS[device]
 
 
-@contextmanager
-def on_device(device: int) -> Iterator[None]:
+class _OnDevice:
+    """See `on_device`. Not a generator, and no switch where none is needed: launches take this way."""
+
+    __slots__ = ("_context", "_switches")
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._switches = call("cuCtxGetCurrent") != self._context
+        if self._switches:
+            call("cuCtxPushCurrent", self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._switches:
+            call("cuCtxPopCurrent")
+
+
+def on_device(device: int) -> AbstractContextManager[None]:
     """Within, the calling thread's current context is the device's; afterwards it is what it was."""
-    call("cuCtxPushCurrent", _context(device))
-    try:
-        yield
-    finally:
-        call("cuCtxPopCurrent")
+    return _OnDevice(_CONTEXTS.get(device) or _context(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +186,17 @@ def map_exported(handle: bytes, device: int) -> int:
 def unmap(address: int, device: int) -> None:
     with on_device(device):
         call("cuIpcCloseMemHandle", address)
+
+
+def is_over(event: Any, device: int) -> bool:
+    """Whether the work before the newest record of `event` is done. Raises `BackendError` when the device failed."""
+    driver = bindings()
+    (code,) = driver.cuEventQuery(event)
+    if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise BackendError(f"device {device} has failed: {_name(driver, code)}")
+    return True
 
 
 def check_reach(reader: int, owner: int) -> None:

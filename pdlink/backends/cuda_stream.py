@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from pdlink.backends.cuda_driver import bindings, call, constant, on_device
+from pdlink.backends.cuda_driver import call, constant, is_over, on_device
 from pdlink.errors import BackendError
 
 
@@ -72,14 +72,7 @@ class Stream:
         return Mark(self, event)
 
     def reached(self, event: Any) -> bool:
-        driver = bindings()
-        (code,) = driver.cuEventQuery(event)
-        if code == driver.CUresult.CUDA_ERROR_NOT_READY:
-            return False
-        if code != driver.CUresult.CUDA_SUCCESS:
-            _, name = driver.cuGetErrorName(code)
-            raise BackendError(f"device {self.device} has failed: {name.decode() if name else code}")
-        return True
+        return is_over(event, self.device)
 
     def wait_for(self, event: Any) -> None:
         """Return once the work before `event` is over. Raises `BackendError` when the device has failed."""

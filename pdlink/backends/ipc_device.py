@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from pdlink.backends import cuda_driver
 from pdlink.backends.cuda_copy import Copying, DeviceCopier
+from pdlink.backends.cuda_imports import find_import
 from pdlink.backends.ipc_endpoint import IpcEndpoint, SharedAllocation, process_identity
 from pdlink.backends.mapped import Mapped, MappedSource
 from pdlink.backends.ranges import as_spans
@@ -62,9 +63,18 @@ def share(ranges: Iterable[tuple[int, int]]) -> tuple[SharedAllocation, ...]:
     """
     found = {cuda_driver.find_allocation(start, device) for device, start in ranges}
     return tuple(
-        SharedAllocation(cuda_driver.device_uuid(one.device), one.start, one.stop - one.start, cuda_driver.export(one))
+        SharedAllocation(cuda_driver.device_uuid(one.device), one.start, one.stop - one.start, _handle(one))
         for one in sorted(found, key=lambda one: one.start)
     )
+
+
+def _handle(allocation: cuda_driver.Allocation) -> bytes:
+    """What was imported is told on as it was told here; the driver would not export it."""
+    if found := find_import(allocation.start):
+        if found.handle is None or found.address != allocation.start:
+            raise RegionError(f"memory {allocation.start:#x} of another process cannot be shared with a third")
+        return found.handle
+    return cuda_driver.export(allocation)
 
 
 class DeviceMappings:

@@ -50,8 +50,8 @@ class Arena:
     """`num_slots` slots of `slot_bytes` bytes. `close` twice is fine, and comes after everything that uses a slot.
 
     On the host, a `shared` one serves backends that gather too, which can only read shared memory; any other takes no
-    memory before it is used. Memory rule: a slot is written by whoever took it, or by a pull that it posted, until it
-    is given back.
+    memory before it is used. On a device every one serves them. Memory rule: a slot is written by whoever took it, or
+    by a pull that it posted, until it is given back.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class Arena:
     ) -> None:
         """Raises `BackendError` when there is not enough memory: /dev/shm for a shared one, or the device's."""
         able = [one for one in backends if memory in one.capabilities.memory]
-        self._backends = [one for one in able if shared or not one.capabilities.gathers]
+        is_seen = shared or memory is MemoryKind.CUDA
+        self._backends = [one for one in able if is_seen or not one.capabilities.gathers]
         self.block = _allocate(num_slots * slot_bytes, shared, memory, device)
         names = tuple(sorted(one.name for one in self._backends))
         self.area = StagingArea(self.block.address, slot_bytes, num_slots, names, memory, device)

@@ -1,15 +1,22 @@
-"""Owns memory that other processes of this host may map: uint8 tensors over shared-memory segments. It shapes nothing.
+"""Owns memory that other processes of this host may map: uint8 tensors over shared memory, or over a device's.
+
+It shapes nothing.
 
 Engines that let pdlink read their pools in place allocate them here; memory from elsewhere is refused by the `ipc`
-backend, because no other process can see it.
+backend, because no other process can see it, and by a sidecar.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, overload
+
 import torch
 
 from pdlink.backends.shm import Segment
-from pdlink.errors import StateError
+from pdlink.errors import InvalidInput, StateError
+
+if TYPE_CHECKING:
+    from pdlink.memory.cuda_blocks import CudaSharedBlock
 
 
 class Allocation:
@@ -39,9 +46,23 @@ class Allocation:
         self._segment.close()
 
 
-def allocate(nbytes: int) -> Allocation:
-    """`nbytes` bytes that peers on this host can map.
+@overload
+def allocate(nbytes: int) -> Allocation: ...
+@overload
+def allocate(nbytes: int, device: int) -> CudaSharedBlock: ...
+def allocate(nbytes: int, device: int | None = None) -> Allocation | CudaSharedBlock:
+    """`nbytes` bytes that peers on this host can map; with `device`, of that CUDA device, for a pool beside a sidecar.
 
-    Raises `InvalidInput` below 1 byte and `BackendUnavailable` when /dev/shm has not enough room.
+    A pool on a device whose pages peers read in place, by the `ipc` backend of a `Node` in this process, is of
+    cudaMalloc instead (`pdlink.memory.cuda_blocks.CudaBlock`), a block for each tensor; a sidecar maps those as well.
+
+    Raises `InvalidInput` below 1 byte, and `BackendUnavailable` when /dev/shm or the device has not enough room, or
+    where the device cannot be used.
     """
-    return Allocation(Segment.create(nbytes))
+    if device is None:
+        return Allocation(Segment.create(nbytes))
+    if nbytes < 1:
+        raise InvalidInput(f"nbytes={nbytes}: allocate at least 1 byte")
+    from pdlink.memory.cuda_blocks import CudaSharedBlock
+
+    return CudaSharedBlock(nbytes, device)

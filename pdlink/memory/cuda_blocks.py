@@ -1,36 +1,54 @@
-"""Owns a pool's memory on CUDA devices: dedicated allocations that peers map by CUDA IPC, and those mappings.
+"""Owns a pool's memory on CUDA devices: dedicated allocations that peers map by CUDA IPC, and those mappings; blocks
+that a sidecar maps by file descriptor; and tensors over all of these.
 
-NVIDIA's driver lets memory be exported in this way only if `cuMemAlloc` made it, which PyTorch's own allocator may not.
+NVIDIA's driver lets memory be exported by CUDA IPC only if `cuMemAlloc` made it, which PyTorch's own allocator may not.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from pdlink.backends import cuda_driver
+from pdlink.backends.cuda_vmm import FdBlock
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, StateError
 
+BlockT = TypeVar("BlockT", cuda_driver.DeviceBlock, FdBlock)
 
-class CudaBlock:
-    """Zero-filled memory of a device. Memory rules as `pdlink.memory.allocate` has them, but that it ends with `close`,
-    whatever tensors are left: nobody may use them, or peers' mappings, after that.
-    """
 
-    def __init__(self, nbytes: int, device: int) -> None:
-        self._block = cuda_driver.DeviceBlock(nbytes, device)
-        self.address, self.nbytes, self.device = self._block.address, nbytes, device
-        self._tensor: torch.Tensor | None = tensor_at(self.address, nbytes, device)
+class _Block(Generic[BlockT]):
+    """Zero-filled memory of a device, and a tensor over it."""
+
+    def __init__(self, block: BlockT, device: int) -> None:
+        self._block: BlockT = block
+        self.address, self.nbytes, self.device = block.address, block.nbytes, device
+        self._tensor: torch.Tensor | None = tensor_at(self.address, self.nbytes, device)
         self._tensor.zero_()
         torch.cuda.current_stream(device).synchronize()
 
     @property
     def tensor(self) -> torch.Tensor:
+        """uint8 [nbytes] over the memory itself. Raises `StateError` once closed."""
         if self._tensor is None:
             raise StateError("the pool's device memory is closed")
         return self._tensor
+
+    def close(self) -> None:
+        """Give the memory back, whatever tensors are left: nothing may use them any more. Twice is fine."""
+        if self._tensor is not None:
+            self._tensor = None
+            self._block.close()
+
+
+class CudaBlock(_Block[cuda_driver.DeviceBlock]):
+    """Memory rules as `pdlink.memory.allocate` has them, but that it ends with `close`, whatever tensors are left:
+    nobody may use them, or peers' mappings, after that.
+    """
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        super().__init__(cuda_driver.DeviceBlock(nbytes, device), device)
 
     def show(self) -> dict[str, Any]:
         """How a peer maps it. Raises `RegionError` when it cannot be exported."""
@@ -42,10 +60,13 @@ class CudaBlock:
             "nbytes": self.nbytes,
         }
 
-    def close(self) -> None:
-        if self._tensor is not None:
-            self._tensor = None
-            self._block.close()
+
+class CudaSharedBlock(_Block[FdBlock]):
+    """A block that a sidecar maps by file descriptor. Memory rules as `CudaBlock` has them, but that the memory itself
+    lives until whoever has it mapped has let go, too."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        super().__init__(FdBlock(nbytes, device), device)
 
 
 class CudaMapping:

@@ -140,12 +140,19 @@ class Node:
         """Where `/healthz`, `/readyz` and `/metrics` are, with `http_bind` set."""
         return self._watch.address if self._watch else None
 
-    def prefill(self, rank: PrefillRank, bootstraps: Sequence[Address] = ()) -> PrefillWorker:
+    def prefill(
+        self,
+        rank: PrefillRank,
+        bootstraps: Sequence[Address] = (),
+        transports: Mapping[str, Backend] | None = None,
+    ) -> PrefillWorker:
         """A prefill rank, which registers with every one of `bootstraps`. That goes on by itself and is not waited for:
-        see `PrefillWorker.wait_registered`, `health` and the event `bootstrap.keeper`."""
+        see `PrefillWorker.wait_registered`, `health` and the event `bootstrap.keeper`. `transports` are what it uses of
+        this node's `backends`, as it uses them (default: all)."""
         loop = self._check_open()
-        arena = self._arena("prefill", rank.regions) if rank.regions else None
-        worker = PrefillWorker(rank, self.settings, loop, self.backends, self.events, arena)
+        backends = self.backends if transports is None else transports
+        arena = self._arena("prefill", rank.regions, backends) if rank.regions else None
+        worker = PrefillWorker(rank, self.settings, loop, backends, self.events, arena)
         self._workers.append(worker)
         self._health.add(worker.part, worker.standing)
         if bootstraps:
@@ -163,7 +170,15 @@ class Node:
         """A decode rank that pulls into `regions`: all that `layout` has, or what it holds at `place`."""
         loop = self._check_open()
         Access(self.settings)  # credentials that cannot be used are refused now, not with the first request
-        rest = (self.settings, loop, self.backends, self.events, protocol, self._arena("decode", regions), place)
+        rest = (
+            self.settings,
+            loop,
+            self.backends,
+            self.events,
+            protocol,
+            self._arena("decode", regions, self.backends),
+            place,
+        )
         worker = DecodeWorker(instance, layout, regions, *rest)
         self._workers.append(worker)
         self._health.add(worker.part)
@@ -211,7 +226,7 @@ class Node:
             if isinstance(worker, PrefillWorker) and backend.name in worker.offered:
                 worker.on_death(death)
 
-    def _arena(self, role: str, regions: Sequence[Region]) -> Arena | None:
+    def _arena(self, role: str, regions: Sequence[Region], backends: Mapping[str, Backend]) -> Arena | None:
         """The staging memory of a role, where the regions are. Each role has its own: while decode waits for an owner
         elsewhere, it must not hold what the owners here need to serve others."""
         places = {(region.memory, region.device) for region in regions} or {(MemoryKind.HOST, 0)}
@@ -221,7 +236,7 @@ class Node:
             return None
         ((memory, device),) = places
         if (role, memory, device) not in self._arenas:
-            self._arenas[role, memory, device] = open_arena(self.settings, self.backends, memory, device)
+            self._arenas[role, memory, device] = open_arena(self.settings, backends, memory, device)
         return self._arenas[role, memory, device]
 
     def _check_open(self) -> ControlLoop:

@@ -65,9 +65,8 @@ class SidecarDecode(EngineWorker):
     """One decode rank: `DecodeVerbs`. `close` twice is fine."""
 
     def __init__(self, number: int, pool: DecodePool, engine_pid: int, ended: Callable[[Receiver], None]) -> None:
-        super().__init__(number)
+        super().__init__(number, pool.regions, engine_pid)
         self._pool = pool
-        self._engine_pid = engine_pid
         self._on_end = ended
 
     @property
@@ -78,10 +77,10 @@ class SidecarDecode(EngineWorker):
     def name(self) -> str:
         return f"decode {self._pool.instance}"
 
-    def message(self) -> pb.EngineMessage:
+    def message(self, told: wire.PoolTold) -> pb.EngineMessage:
         pool = self._pool
-        told = (pool.instance, pool.layout, pool.regions, pool.protocol, pool.place, self._engine_pid)
-        return pb.EngineMessage(attach_decode=wire.pack_decode(self.number, *told))
+        said = (pool.instance, pool.layout, pool.regions, pool.protocol, pool.place, told)
+        return pb.EngineMessage(attach_decode=wire.pack_decode(self.number, *said))
 
     def receive(
         self,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from pdlink.address import Address
+from pdlink.backends.event_ring import EventRing
 from pdlink.bootstrap import wire as shared
 from pdlink.errors import StateError, TransferFailed
 from pdlink.prefill.ready_watch import DeviceEvent, ReadyWatch
@@ -26,20 +27,31 @@ from pdlink.transfer.states import SenderState
 from pdlink.v1 import sidecar_pb2 as pb
 
 ANSWER_SLACK_S = 10.0
+NUM_EVENTS = 32
+"""Publications of one rank whose work on the device is not over, beyond which the engine looks at events itself."""
 
 
 class SidecarSender:
     """One request on one rank: `SenderVerbs`. Made by `SidecarPrefill.open`."""
 
     def __init__(
-        self, transfer_id: str, number: int, stream: EngineStream, watch: Callable[[SidecarSender], None]
+        self,
+        transfer_id: str,
+        worker: int,
+        number: int,
+        stream: EngineStream,
+        watch: Callable[[SidecarSender], None],
+        record: Callable[[DeviceEvent], int | None] = lambda ready: None,
     ) -> None:
-        """`watch` has somebody call `look_ready` until that says no."""
+        """`watch` has somebody call `look_ready` until that says no; `record` has an event of the sidecar's recorded
+        behind the engine's own, where that can be."""
         self.transfer_id = transfer_id
         self.failure: Failure | None = None
+        self._worker = worker
         self._number = number
         self._stream = stream
         self._watch = watch
+        self._record = record
         self._state = SenderState.OPEN
         self._first_pages: Mapping[str, int] | None = None
         self._publishing = threading.Lock()
@@ -74,6 +86,7 @@ class SidecarSender:
         """As `Sender.publish`, and returns at once. Raises `InvalidInput` for page ids that are no integers and
         `StateError` after the last one; everything else that cannot be published ends the request."""
         message = pb.PublishPages(
+            worker=self._worker,
             sender=self._number,
             group=group,
             page_ids=wire.pack_pages(page_ids),
@@ -90,7 +103,7 @@ class SidecarSender:
             if self._said_last:
                 raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
             self._said_last = last
-            if not self._waiting and (ready is None or ready.query()):
+            if not self._waiting and self._may_say(message, ready):
                 self._stream.send(pb.EngineMessage(publish=message))
                 return
             self._waiting.append((message, ready))
@@ -122,7 +135,7 @@ class SidecarSender:
         with self._publishing:
             if self._state.is_final:
                 self._waiting.clear()
-            while self._waiting and (self._waiting[0][1] is None or self._waiting[0][1].query()):
+            while self._waiting and self._may_say(*self._waiting[0]):
                 self._stream.send(pb.EngineMessage(publish=self._waiting.popleft()[0]))
             return bool(self._waiting)
 
@@ -145,6 +158,16 @@ class SidecarSender:
         self.failure = gone_failure(reason)
         self._state = SenderState.ABORTED
 
+    def _may_say(self, message: pb.PublishPages, ready: DeviceEvent | None) -> bool:
+        """Whether the sidecar may hear of a publication: it is computed, or names the event that says when it is."""
+        if ready is None:
+            return True
+        slot = self._record(ready)
+        if slot is not None:
+            message.event = slot
+            return True
+        return ready.query()
+
     def _end(self, message: pb.EngineMessage) -> None:
         """The pages may be reused when this returns: the sidecar has said so, or its process is no more."""
         if self._state.is_final:
@@ -159,11 +182,12 @@ class SidecarPrefill(EngineWorker):
     """One prefill rank: `PrefillVerbs`. `close` twice is fine."""
 
     def __init__(self, number: int, rank: PrefillRank, bootstraps: Sequence[Address], engine_pid: int) -> None:
-        super().__init__(number)
+        super().__init__(number, rank.regions, engine_pid)
         self._rank = rank
         self._bootstraps = tuple(bootstraps)
-        self._engine_pid = engine_pid
         self._watch = ReadyWatch(rank.worker_id)
+        self._ring: EventRing | None = None
+        """On the pool's device, where it is on one; made when it is first attached."""
 
     @property
     def rank(self) -> PrefillRank:
@@ -173,15 +197,20 @@ class SidecarPrefill(EngineWorker):
     def name(self) -> str:
         return f"prefill {self._rank.worker_id}"
 
-    def message(self) -> pb.EngineMessage:
-        told = wire.pack_prefill(self.number, self._rank, self._bootstraps, self._engine_pid)
-        return pb.EngineMessage(attach_prefill=told)
+    def message(self, told: wire.PoolTold) -> pb.EngineMessage:
+        said = wire.pack_prefill(self.number, self._rank, self._bootstraps, told)
+        return pb.EngineMessage(attach_prefill=said)
+
+    def event_handles(self) -> Sequence[bytes]:
+        if self.gpu and self._ring is None:
+            self._ring = EventRing(self._rank.regions[0].device, NUM_EVENTS)
+        return self._ring.handles if self._ring else ()
 
     def open(self, transfer_id: str) -> SidecarSender:
         """As `PrefillWorker.open`, and `SidecarGone` while the sidecar is away. One round trip."""
         stream = self.stream()
         number = self.next_number()
-        sender = SidecarSender(transfer_id, number, stream, self._watch.add)
+        sender = SidecarSender(transfer_id, self.number, number, stream, self._watch.add, self._record)
         stream.expect(number, sender)
         told = pb.OpenSender(worker=self.number, sender=number, transfer_id=transfer_id)
         try:
@@ -201,6 +230,13 @@ class SidecarPrefill(EngineWorker):
         """End every request of this rank, as `PrefillWorker.close`; the sidecar reads the pool no more."""
         self._watch.close()
         self.detach()
+        if self._ring:
+            self._ring.close()
+
+    def _record(self, ready: DeviceEvent) -> int | None:
+        """Behind an event of CUDA's, such as PyTorch's. None where it is no such, or the ring is all in use."""
+        event = getattr(ready, "cuda_event", None)
+        return self._ring.record_behind(int(event)) if self._ring and event else None
 
 
 def gone_failure(reason: str) -> Failure:

@@ -27,7 +27,7 @@ from pdlink.observability.logs import set_up
 from pdlink.observability.metrics import Metrics
 from pdlink.observability.shared_metrics import count_into
 from pdlink.runtime.node import Node
-from pdlink.sidecar import lifeline
+from pdlink.sidecar import handover, lifeline
 from pdlink.sidecar.session import Session
 from pdlink.sidecar.sockets import private_files, remove
 from pdlink.sidecar.wire import MAX_MESSAGE_BYTES
@@ -44,6 +44,8 @@ CRASH_END_S = 1.7
 """To tell peers of an engine that has died and to let go of its memory; then by force, which leaves peers to time out.
 """
 END_S = 20.0
+HANDOVER_TIMEOUT_S = 10.0
+"""For what the engine has sent before it attaches."""
 STOP_GRACE_S = 1.0
 NUM_THREADS = 4
 OPTIONS: tuple[tuple[str, int], ...] = (
@@ -107,7 +109,7 @@ def main() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     set_up(settings.log, settings.log_format)
     raise_soft_limit()
-    rpc_path, life_path = Path(told["rpc"]), Path(told["lifeline"])
+    rpc_path, life_path, fds_path = Path(told["rpc"]), Path(told["lifeline"]), Path(told["handover"])
     with contextlib.ExitStack() as stack:
         stack.callback(remove, rpc_path)
         try:
@@ -119,6 +121,8 @@ def main() -> None:
                 server.add_insecure_port(f"unix:{rpc_path}")
             listener = lifeline.Listener(life_path)
             stack.callback(listener.close)
+            desk = handover.Desk(fds_path)
+            stack.callback(desk.close)
             node = Node(settings)
             if counts := told["counts"]:
                 count_into(Path(counts["folder"]), counts["slot"])
@@ -126,7 +130,7 @@ def main() -> None:
         except PdlinkError as error:
             parent.say({"error": error_wire.pack_error(error).SerializeToString().hex()})
             return
-        stream.session = Session(node, stream.tell)
+        stream.session = Session(node, stream.tell, lambda ticket, count: desk.take(ticket, count, HANDOVER_TIMEOUT_S))
         server.start()
         parent.say({"backends": list(node.backends)})
         code = _serve(listener, stream, stream.session, server)

@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
-from pdlink.errors import PdlinkError, StateError
+from pdlink.errors import PdlinkError, PeerGone, StateError
+from pdlink.layout.regions import Region
+from pdlink.sidecar import wire
+from pdlink.sidecar.device_blocks import gpu_of, show
+from pdlink.sidecar.handover import hand_over
 from pdlink.sidecar.stream import EngineStream, SidecarGone
 from pdlink.v1 import sidecar_pb2 as pb
 
@@ -23,8 +28,13 @@ _numbers = itertools.count(1)
 class EngineWorker(ABC):
     """One rank. `number` names it to the sidecar."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, regions: Sequence[Region], engine_pid: int) -> None:
+        """Raises `RegionError` for a pool on several GPUs."""
         self.number = number
+        self.gpu = gpu_of(regions)
+        """Whose memory the pool is in, by UUID; empty: the host's."""
+        self._pages = tuple(regions)
+        self._engine_pid = engine_pid
         self.is_quiet = True
         """After `close`: whether nothing can land in the pool any more."""
         self._stream: EngineStream | None = None
@@ -37,21 +47,36 @@ class EngineWorker(ABC):
         """What it is, for people."""
 
     @abstractmethod
-    def message(self) -> pb.EngineMessage:
+    def message(self, told: wire.PoolTold) -> pb.EngineMessage:
         """What attaches it. Raises `RegionError` for a pool that a sidecar cannot map."""
+
+    def event_handles(self) -> Sequence[bytes]:
+        """Of the events that publications name."""
+        return ()
 
     def attach(self, stream: EngineStream) -> None:
         """Have the sidecar map the pool and serve the rank. Raises what it refuses with; that is kept for callers."""
         if self._closed:
             return
         try:
-            stream.call(self.message(), timeout_s=ATTACH_TIMEOUT_S)
+            self._attach(stream)
         except SidecarGone:
             raise
+        except PeerGone as error:  # its process has ended, which the stream sees next
+            raise SidecarGone(str(error)) from error
         except PdlinkError as error:
             self._refusal = error
             raise
         self._refusal, self._stream = None, stream
+
+    def _attach(self, stream: EngineStream) -> None:
+        shown = show(self._pages)
+        try:
+            ticket = hand_over(stream.handover, shown.descriptors) if shown.descriptors else b""
+            told = wire.PoolTold(self._engine_pid, shown.blocks, ticket, self.event_handles())
+            stream.call(self.message(told), timeout_s=ATTACH_TIMEOUT_S)
+        finally:
+            shown.close()
 
     def stream(self) -> EngineStream:
         """Where it is attached. Raises `SidecarGone` while it is not, `StateError` after `close`."""

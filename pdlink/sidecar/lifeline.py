@@ -11,14 +11,11 @@ import os
 import select
 import signal
 import socket
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdlink.errors import AccessDenied, DeadlineExceeded, PeerGone
-from pdlink.sidecar.sockets import check_socket, private_files, remove
-
-_UCRED = struct.Struct("3i")
+from pdlink.sidecar.sockets import check_socket, credentials, private_files, remove
 
 
 @dataclass(slots=True, eq=False)
@@ -106,8 +103,7 @@ def connect(path: Path, timeout_s: float) -> OtherEnd:
 
 def _known(connection: socket.socket) -> OtherEnd:
     """With who it is. Closes the connection where that is refused."""
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    pid, uid, _ = _UCRED.unpack(data)
+    pid, uid = credentials(connection)
     if uid != os.geteuid():
         connection.close()
         raise AccessDenied(f"process {pid} of user {uid} is at the other end of a lifeline of user {os.geteuid()}")

@@ -51,7 +51,8 @@ NUM_THREADS = 4
 @dataclass(frozen=True, slots=True, eq=False)
 class _Engine:
     child: Child
-    paths: tuple[Path, Path]
+    paths: tuple[Path, ...]
+    """As `sockets.ENDS` has them."""
     slot: int
     """Of its counts, where there are any."""
 
@@ -154,9 +155,9 @@ class SidecarServer(rpc.SidecarServicer):
         paths = self._place.engine_paths()
         slot, counts = self._watch.take_slot() if self._watch else (0, None)
         engine = _Engine(Child("the process of an engine", "pdlink.sidecar.engine_process"), paths, slot)
-        told = {"settings": _told(self._settings), "rpc": str(paths[0]), "lifeline": str(paths[1]), "counts": counts}
         try:
-            engine.child.say(told)
+            sockets = dict(zip(("rpc", "lifeline", "handover"), map(str, paths), strict=True))
+            engine.child.say({"settings": _told(self._settings), **sockets, "counts": counts})
             said = engine.child.hear(START_TIMEOUT_S)
         except (ChildEnded, DeadlineExceeded) as error:
             self._give_up(engine)
@@ -179,7 +180,8 @@ class SidecarServer(rpc.SidecarServicer):
         if is_late:
             self._give_up(engine)
             raise StateError("this sidecar is ending")
-        return pb.Opened(socket=str(paths[0]), lifeline=str(paths[1]), backends=said["backends"])
+        rpc_path, life_path, fds_path = map(str, paths)
+        return pb.Opened(socket=rpc_path, lifeline=life_path, handover=fds_path, backends=said["backends"])
 
     def _reap(self, engine: _Engine) -> None:
         """Wait for the end of a process, and remove what it leaves where it was killed."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdlink.address import parse_address
+from pdlink.backends.base import Backend
+from pdlink.backends.cuda_imports import ImportedEvent
 from pdlink.bootstrap import error_wire
 from pdlink.bootstrap import wire as shared
 from pdlink.decode.receiver import Receiver
@@ -37,10 +39,18 @@ SLOW = ("attach_prefill", "attach_decode", "detach", "await_registered")
 class Session:
     """One engine's. `end` twice is fine."""
 
-    def __init__(self, node: Node, tell: Callable[[pb.SidecarMessage], None]) -> None:
-        """`node` has no worker yet, and is closed by `end`."""
+    def __init__(
+        self,
+        node: Node,
+        tell: Callable[[pb.SidecarMessage], None],
+        take: Callable[[bytes, int], Sequence[int]] = lambda ticket, count: (),
+    ) -> None:
+        """`node` has no worker yet, and is closed by `end`. `take` has file descriptors of the engine by ticket."""
         self._node = node
         self._tell = tell
+        self._take = take
+        self._gpu: bytes | None = None
+        """The device of all pools here, by UUID; empty: host memory; None before the first one."""
         self._lock = threading.Lock()
         self._ended = False
         self._pools: dict[int, AttachedPool] = {}
@@ -83,10 +93,14 @@ class Session:
         for receiver in receivers:
             receiver.abort(text)
         self._slow.close()
-        self._node.close()
+        for prefill in self._prefill.values():
+            prefill.close()
+        for decode in self._decode.values():
+            decode.close()
         is_quiet = all(worker.is_quiet for worker in self._decode.values())
-        for pool in self._pools.values() if is_quiet else ():
+        for pool in self._pools.values() if is_quiet else ():  # before transports end, which takes a while
             pool.close()
+        self._node.close()
         return is_quiet
 
     # --- messages: a method for each kind, by its name ---------------------------------------------
@@ -121,7 +135,7 @@ class Session:
         pool = self._add_pool(message.worker, message.pool)
         try:
             rank = wire.unpack_prefill(message, pool.regions)
-            worker = self._node.prefill(rank, bootstraps)
+            worker = self._node.prefill(rank, bootstraps, self._transports(pool))
         except BaseException:
             self._drop_pool(message.worker)
             raise
@@ -172,6 +186,7 @@ class Session:
             layers=shared.unpack_layers(message.layers.sets) if message.HasField("layers") else None,
             last=message.last,
             aux=message.aux if message.HasField("aux") else None,
+            ready=self._event(message) if message.HasField("event") else None,
         )
 
     def _withdraw(self, message: pb.WithdrawPages, answer: pb.Answer) -> None:
@@ -231,15 +246,36 @@ class Session:
 
     def _add_pool(self, worker: int, message: pb.Pool) -> AttachedPool:
         """Map the pool of a worker that is to be: before it registers regions, of which it is asked whose they are."""
-        pool = wire.unpack_pool(message)
+        pool = wire.unpack_pool(message, self._take)
         with self._lock:
             is_free = not self._ended and worker not in self._pools
-            if is_free:
-                self._pools[worker] = pool
-        if not is_free:
+            is_here = self._gpu in (None, pool.gpu)
+            if is_free and is_here:
+                self._pools[worker], self._gpu = pool, pool.gpu
+        if not (is_free and is_here):
             pool.close()
+        if not is_free:
             raise InvalidInput(f"worker {worker} is attached already, or this session ends")
+        if not is_here:
+            raise InvalidInput(
+                "a process of a sidecar serves the pools of one GPU, or those of the host; ask for another"
+            )
         return pool
+
+    def _event(self, message: pb.PublishPages) -> ImportedEvent:
+        pool = self._pools.get(message.worker)
+        if pool is None or message.event >= len(pool.events):
+            raise InvalidInput(f"worker {message.worker} has no event {message.event}")
+        return pool.events[message.event]
+
+    def _transports(self, pool: AttachedPool) -> dict[str, Backend]:
+        """Over what a prefill rank's pages may be read: where others cannot map them, staged over every transport."""
+        if pool.can_be_shown:
+            return self._node.backends
+        return {
+            name: one if isinstance(one, StagedOnly) else StagedOnly(one, self._is_engines)
+            for name, one in self._node.backends.items()
+        }
 
     def _drop_pool(self, worker: int) -> None:
         with self._lock:

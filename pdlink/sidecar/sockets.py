@@ -7,12 +7,14 @@ writing into their pools.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
 import secrets
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +25,9 @@ MAX_PATH_BYTES = 107
 """Of a unix socket's address, on Linux."""
 SUFFIX_BYTES = 24
 """What is added to the sidecar's own path for the sockets of its engines' processes."""
+ENDS = ("rpc", "life", "fds")
+"""Of the names of those: the stream, the lifeline, and where file descriptors are handed over."""
+_UCRED = struct.Struct("3i")
 
 
 def check_place(path: Path) -> None:
@@ -89,10 +94,10 @@ class Place:
             raise InvalidInput(f"a sidecar serves at {path} already; stop that one, or give another path") from None
         self._remove_sockets()
 
-    def engine_paths(self) -> tuple[Path, Path]:
-        """Names for the two sockets of one engine's process."""
+    def engine_paths(self) -> tuple[Path, ...]:
+        """Names for the sockets of one engine's process, as `ENDS` has them."""
         made = secrets.token_hex(6)
-        return self.path.with_name(f"{self.path.name}.{made}.rpc"), self.path.with_name(f"{self.path.name}.{made}.life")
+        return tuple(self.path.with_name(f"{self.path.name}.{made}.{end}") for end in ENDS)
 
     def close(self) -> None:
         """Twice is fine."""
@@ -105,10 +110,16 @@ class Place:
 
     def _remove_sockets(self) -> None:
         remove(self.path)
-        for end in ("rpc", "life"):
+        for end in ENDS:
             for one in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.{end}"):
                 if not _is_served(one):  # an engine's process may take a moment to follow its sidecar
                     remove(one)
+
+
+def credentials(connection: socket.socket) -> tuple[int, int]:
+    """The process (0 where it cannot be seen from here) and the user at the other end, as the kernel knows them."""
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return pid, uid
 
 
 def remove(path: Path) -> None:
@@ -119,6 +130,6 @@ def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno == errno.EPROTOTYPE  # which a socket of another type says that somebody has bound
     return True

@@ -15,11 +15,15 @@ from pdlink.transfer.descriptors import PullBatch
 
 
 class StagedOnly(Backend):
-    """`inner` without the regions that `is_engines` says yes to."""
+    """`inner` without the regions that `is_engines` says yes to.
+
+    So `direct` stays off over it, whatever a driver may take: that it registers a mapping does not prove that a peer's
+    reads of it arrive.
+    """
 
     def __init__(self, inner: Backend, is_engines: Callable[[Region], bool]) -> None:
         self.name = inner.name
-        self.capabilities = replace(inner.capabilities, staged_only=True)
+        self.capabilities = replace(inner.capabilities, staged_only=True, gathers=False)
         self._inner = inner
         self._is_engines = is_engines
 

@@ -75,6 +75,8 @@ class EngineStream:
         """
         opened = _open(path, timeout_s)
         self.backends = tuple(opened.backends)
+        self.handover = Path(opened.handover)
+        """Where file descriptors are handed over to the other end."""
         self.ended = threading.Event()
         """Set when everybody has been told of the end."""
         self.reason = ""

@@ -5,11 +5,13 @@ Whoever reads checks sizes and ranges: `FrameError` for what is malformed, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pdlink.address import parse_address
+from pdlink.backends.cuda_driver import HANDLE_BYTES
 from pdlink.bootstrap import error_wire
 from pdlink.bootstrap import wire as shared
 from pdlink.bootstrap.messages import ProtocolRange
@@ -22,7 +24,8 @@ from pdlink.layout.decode_plan import DecodePlace, DecodeRank, DecodeSizes
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
 from pdlink.prefill.worker import PrefillRank
-from pdlink.sidecar.attach import MAX_SEGMENTS, AttachedPool, EngineSegment, segments_of
+from pdlink.sidecar.attach import MAX_EVENTS, MAX_SEGMENTS, AttachedPool, EngineSegment, segments_of
+from pdlink.sidecar.device_blocks import DeviceBlock
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
@@ -58,23 +61,54 @@ def unpack_pages(data: bytes) -> Int64Array:
 # --- workers ----------------------------------------------------------------------------------------
 
 
-def pack_pool(regions: Sequence[Region], engine_pid: int) -> pb.Pool:
-    """Raises `RegionError` for memory that a sidecar cannot map."""
+@dataclass(frozen=True, slots=True)
+class PoolTold:
+    """What an engine says of its pool beside the regions: the process that has it, device blocks, and the events of
+    publications, as `DeviceBlock`s and CUDA IPC handles. Blocks without a handle were handed over under `ticket`."""
+
+    engine_pid: int
+    blocks: Sequence[DeviceBlock] = ()
+    ticket: bytes = b""
+    events: Sequence[bytes] = ()
+
+
+def pack_pool(regions: Sequence[Region], told: PoolTold) -> pb.Pool:
+    """Raises `RegionError` for host memory that a sidecar cannot map. No device ordinal goes over the wire."""
     segments = [
         pb.EngineSegment(name=one.name, nbytes=one.nbytes, base_address=one.base_address)
         for one in segments_of(regions)
     ]
-    return pb.Pool(engine_pid=engine_pid, segments=segments, regions=shared.pack_regions(regions))
+    blocks = [
+        pb.DeviceBlock(gpu_uuid=one.uuid, nbytes=one.nbytes, base_address=one.base_address, ipc_handle=one.handle)
+        for one in told.blocks
+    ]
+    return pb.Pool(
+        engine_pid=told.engine_pid,
+        segments=segments,
+        regions=shared.pack_regions(replace(one, device=0) for one in regions),
+        blocks=blocks,
+        ticket=told.ticket,
+        events=told.events,
+    )
 
 
-def unpack_pool(message: pb.Pool) -> AttachedPool:
-    """Maps it. Raises `FrameError`, `RegionError` or `PeerGone`."""
+def unpack_pool(message: pb.Pool, take: Callable[[bytes, int], Sequence[int]]) -> AttachedPool:
+    """Maps it; `take` has the file descriptors that came under a ticket. Raises `FrameError`, `RegionError`, `PeerGone`
+    and what `take` raises."""
     shared.bounded("pool.segments", len(message.segments), MAX_SEGMENTS)
+    shared.bounded("pool.blocks", len(message.blocks), MAX_SEGMENTS)
+    shared.bounded("pool.events", len(message.events), MAX_EVENTS)
+    for one in message.events:
+        if len(one) != HANDLE_BYTES:
+            raise FrameError(f"the handle of an event has {len(one)} bytes, not {HANDLE_BYTES}")
     segments = [EngineSegment(one.name, one.nbytes, one.base_address) for one in message.segments]
-    return AttachedPool(segments, shared.unpack_regions(message.regions), message.engine_pid)
+    blocks = [DeviceBlock(one.gpu_uuid, one.base_address, one.nbytes, one.ipc_handle) for one in message.blocks]
+    regions = shared.unpack_regions(message.regions)
+    descriptors = take(message.ticket, sum(not one.handle for one in blocks))
+    return AttachedPool(segments, regions, message.engine_pid, blocks, descriptors, message.events)
 
 
-def pack_prefill(worker: int, rank: PrefillRank, bootstraps: Sequence[object], engine_pid: int) -> pb.AttachPrefill:
+def pack_prefill(worker: int, rank: PrefillRank, bootstraps: Sequence[object], told: PoolTold) -> pb.AttachPrefill:
     return pb.AttachPrefill(
         worker=worker,
         instance=rank.instance,
@@ -84,7 +118,7 @@ def pack_prefill(worker: int, rank: PrefillRank, bootstraps: Sequence[object], e
         rank=shared.pack_rank(rank.rank),
         kinds=shared.pack_kinds(rank.kinds),
         owned=shared.pack_layers(rank.owned),
-        pool=pack_pool(rank.regions, engine_pid),
+        pool=pack_pool(rank.regions, told),
         bootstraps=[str(one) for one in bootstraps],
     )
 
@@ -110,14 +144,14 @@ def pack_decode(
     regions: Sequence[Region],
     protocol: ProtocolRange,
     place: DecodePlace | None,
-    engine_pid: int,
+    told: PoolTold,
 ) -> pb.AttachDecode:
     return pb.AttachDecode(
         worker=worker,
         instance=instance,
         protocol=shared.pack_protocol(protocol),
         layout=shared.pack_layout(layout),
-        pool=pack_pool(regions, engine_pid),
+        pool=pack_pool(regions, told),
         place=_pack_place(place) if place else None,
     )
 

@@ -5,7 +5,7 @@ Loading this module loads torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ import torch
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import OwnedLayers
 from pdlink.layout.regions import MemoryKind
+from pdlink.memory.pool_device import DeviceMemory
 from pdlink.testing.pattern import SENTINEL, Bytes, PatternPool
 
 
@@ -20,7 +21,8 @@ class DevicePool(PatternPool):
     """A `PatternPool` whose cells are uint8 tensors on `device`, one each.
 
     `view` and `heads` return read-only copies on the host; `fill` and `wipe` are what writes, and the bytes are there
-    when they return. A cell begins somewhere inside an allocation of torch's, as the tensors of an engine do.
+    when they return. A cell begins somewhere inside an allocation of torch's, as the tensors of an engine do, or lies
+    in a block that `take` (bytes -> block) has made for it.
     """
 
     def __init__(
@@ -32,8 +34,11 @@ class DevicePool(PatternPool):
         *,
         page_gap: int = 0,
         sparse: bool = False,
+        take: Callable[[int], DeviceMemory] | None = None,
     ) -> None:
         self._where = device
+        self._take = take
+        self._blocks: list[DeviceMemory] = []
         self._tensors: dict[tuple[str, int], torch.Tensor] = {}
         self.memory = MemoryKind.CUDA if device.type == "cuda" else MemoryKind.HOST
         self.device = device.index or 0
@@ -54,16 +59,24 @@ class DevicePool(PatternPool):
     def close(self) -> None:
         """Give the memory back to the device, as far as torch's allocator can."""
         self._tensors.clear()
+        for one in self._blocks:
+            one.close()
         if self._where.type == "cuda":
             torch.cuda.empty_cache()
 
     def _hold(self, name: str, layer: int, nbytes: int, shape: tuple[int, int], stride: int) -> int:
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._where)
+        block = self._tensor(nbytes)
         rows = block.as_strided(shape, (stride, 1))
         rows.fill_(SENTINEL)
         self._synchronize()
         self._tensors[name, layer] = rows
         return block.data_ptr()
+
+    def _tensor(self, nbytes: int) -> torch.Tensor:
+        if self._take is None:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._where)
+        self._blocks.append(self._take(nbytes))
+        return self._blocks[-1].tensor
 
     def _rows(self, component: str, layer: int) -> Bytes:
         return _on_host(self._tensors[component, layer])

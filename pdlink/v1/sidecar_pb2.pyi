@@ -23,14 +23,16 @@ class OpenResponse(_message.Message):
     def __init__(self, opened: _Optional[_Union[Opened, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
-    __slots__ = ("socket", "lifeline", "backends")
+    __slots__ = ("socket", "lifeline", "backends", "handover")
     SOCKET_FIELD_NUMBER: _ClassVar[int]
     LIFELINE_FIELD_NUMBER: _ClassVar[int]
     BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_FIELD_NUMBER: _ClassVar[int]
     socket: str
     lifeline: str
     backends: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, socket: _Optional[str] = ..., lifeline: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ...) -> None: ...
+    handover: str
+    def __init__(self, socket: _Optional[str] = ..., lifeline: _Optional[str] = ..., backends: _Optional[_Iterable[str]] = ..., handover: _Optional[str] = ...) -> None: ...
 
 class StandRequest(_message.Message):
     __slots__ = ()
@@ -111,15 +113,33 @@ class EngineSegment(_message.Message):
     base_address: int
     def __init__(self, name: _Optional[str] = ..., nbytes: _Optional[int] = ..., base_address: _Optional[int] = ...) -> None: ...
 
+class DeviceBlock(_message.Message):
+    __slots__ = ("gpu_uuid", "nbytes", "base_address", "ipc_handle")
+    GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IPC_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    gpu_uuid: bytes
+    nbytes: int
+    base_address: int
+    ipc_handle: bytes
+    def __init__(self, gpu_uuid: _Optional[bytes] = ..., nbytes: _Optional[int] = ..., base_address: _Optional[int] = ..., ipc_handle: _Optional[bytes] = ...) -> None: ...
+
 class Pool(_message.Message):
-    __slots__ = ("engine_pid", "segments", "regions")
+    __slots__ = ("engine_pid", "segments", "regions", "blocks", "ticket", "events")
     ENGINE_PID_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     REGIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     engine_pid: int
     segments: _containers.RepeatedCompositeFieldContainer[EngineSegment]
     regions: _containers.RepeatedCompositeFieldContainer[_common_pb2.RegionSet]
-    def __init__(self, engine_pid: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[EngineSegment, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.RegionSet, _Mapping]]] = ...) -> None: ...
+    blocks: _containers.RepeatedCompositeFieldContainer[DeviceBlock]
+    ticket: bytes
+    events: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, engine_pid: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[EngineSegment, _Mapping]]] = ..., regions: _Optional[_Iterable[_Union[_common_pb2.RegionSet, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[DeviceBlock, _Mapping]]] = ..., ticket: _Optional[bytes] = ..., events: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class AttachPrefill(_message.Message):
     __slots__ = ("worker", "instance", "protocol", "layout", "sizes", "rank", "kinds", "owned", "pool", "bootstraps")
@@ -208,7 +228,7 @@ class OpenSender(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., sender: _Optional[int] = ..., transfer_id: _Optional[str] = ...) -> None: ...
 
 class PublishPages(_message.Message):
-    __slots__ = ("sender", "group", "page_ids", "start_page", "layers", "last", "aux")
+    __slots__ = ("sender", "group", "page_ids", "start_page", "layers", "last", "aux", "worker", "event")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +236,8 @@ class PublishPages(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
     AUX_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
     sender: int
     group: str
     page_ids: bytes
@@ -223,7 +245,9 @@ class PublishPages(_message.Message):
     layers: LayerChoice
     last: bool
     aux: bytes
-    def __init__(self, sender: _Optional[int] = ..., group: _Optional[str] = ..., page_ids: _Optional[bytes] = ..., start_page: _Optional[int] = ..., layers: _Optional[_Union[LayerChoice, _Mapping]] = ..., last: _Optional[bool] = ..., aux: _Optional[bytes] = ...) -> None: ...
+    worker: int
+    event: int
+    def __init__(self, sender: _Optional[int] = ..., group: _Optional[str] = ..., page_ids: _Optional[bytes] = ..., start_page: _Optional[int] = ..., layers: _Optional[_Union[LayerChoice, _Mapping]] = ..., last: _Optional[bool] = ..., aux: _Optional[bytes] = ..., worker: _Optional[int] = ..., event: _Optional[int] = ...) -> None: ...
 
 class LayerChoice(_message.Message):
     __slots__ = ("sets",)
