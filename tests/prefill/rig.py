@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pdlink.bootstrap.messages import PROTOCOL
-from pdlink.control.frames import Body, PageSpan, Release, Subscribe, Verdict
+from pdlink.control.frames import Body, PageSpan, Ready, Release, Subscribe, Verdict
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.readers import ReaderSet
@@ -23,6 +23,8 @@ LEASE_S = 30.0
 LIVENESS_S = 15.0
 INCARNATION = 7
 SOLO = ReaderSet("dec")
+FIRST, SECOND = ReaderSet("dec", 0, 2), ReaderSet("dec", 1, 2)
+STRANGER = ReaderSet("other", 0, 1)
 LAYOUT = CacheLayout(4, (latent(PAGE_SIZE, range(4), bytes_per_token=656), index_k(PAGE_SIZE, range(4))))
 OWNED = {"latent": (0, 1), "index_k": (0, 1)}
 
@@ -91,3 +93,15 @@ class Rig:
 
     def release(self, attempt: int, pulled: dict[int, int] | None = None, readers: ReaderSet = SOLO) -> Verdict:
         return self.sender.on_release(b"route%d" % attempt, attempt, Release(readers, pulled or {}))
+
+
+def generations(frames: list[Ready]) -> dict[int, int]:
+    return {one.sequence: one.generation for one in frames}
+
+
+def published(rig: Rig, attempt: int = 1, readers: ReaderSet = SOLO) -> dict[int, int]:
+    """Subscribe, publish two chunks, and return what the reader would release."""
+    rig.subscribe(attempt, readers)
+    rig.sender.publish([3, 1])
+    rig.sender.publish([2], last=True, aux=b"tok")
+    return generations(rig.take(Ready, attempt))
