@@ -6,7 +6,7 @@ What a decode rank must hold is worked out here from tokens and heads alone, by 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from pdlink.backends.shm import Segment
 from pdlink.layout import CacheLayout, Component, OwnedLayers, Part, Region
+from pdlink.layout.regions import MemoryKind
 from pdlink.testing.pattern import SENTINEL, Bytes, page_patterns
 
 GUARD_PAGES = 1
@@ -23,7 +24,10 @@ PADDING = 0x55
 
 @dataclass
 class Pool:
-    """The regions of one rank in one segment, all sentinel bytes, with a guard page on either side of each."""
+    """The regions of one rank in one segment, all sentinel bytes, with a guard page on either side of each.
+
+    They are in host memory, or count as memory of a device, as `memory`, `device` and `allocate` say. `upload` and
+    `download` are for pools whose memory is elsewhere in truth."""
 
     layout: CacheLayout
     owned: OwnedLayers
@@ -33,6 +37,9 @@ class Pool:
     rows: dict[tuple[str, int], Bytes] = field(default_factory=dict)
     """(component, layer) -> uint8 [guard + pages + guard, stride]."""
     segment: Segment | None = None
+    memory: MemoryKind = MemoryKind.HOST
+    device: int = 0
+    allocate: Callable[[int], Segment] = Segment.create
 
     def __post_init__(self) -> None:
         cells = [(name, layer) for name, ids in self.owned.items() for layer in ids]
@@ -40,14 +47,21 @@ class Pool:
         num_rows = self.num_pages + 2 * GUARD_PAGES
         if not cells:
             return
-        self.segment = Segment.create(num_rows * sum(strides))
+        self.segment = self.allocate(num_rows * sum(strides))
         self.segment.array[:] = SENTINEL
         at = 0
         for (name, layer), stride in zip(cells, strides, strict=True):
             self.rows[name, layer] = self.segment.array[at : at + num_rows * stride].reshape(num_rows, stride)
             base, nbytes = self.segment.address + at + GUARD_PAGES * stride, self.layout.component(name).page_bytes
-            self.regions += (Region(name, layer, base, stride, nbytes, self.num_pages),)
+            place = (self.memory, self.device)
+            self.regions += (Region(name, layer, base, stride, nbytes, self.num_pages, *place),)
             at += num_rows * stride
+
+    def upload(self) -> None:
+        """What was written to `rows` is in the regions from now on."""
+
+    def download(self) -> None:
+        """`rows` shows what is in the regions now."""
 
     def close(self) -> None:
         self.rows.clear()
