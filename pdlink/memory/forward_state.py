@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pdlink.errors import LayoutError, PdlinkError
+from pdlink.errors import LayoutError, PdlinkError, StateError
 from pdlink.layout import CacheLayout
 from pdlink.memory.captured_forward import CapturedForward
 from pdlink.memory.chunk_rows import ChunkRows
@@ -52,6 +52,20 @@ class ForwardState:
     def change(self, key: LayerKey, slots: np.ndarray) -> None:
         """The layer's owner got new rows at `slots` in another way than by a write on every rank."""
         self._changed.setdefault(key, []).append(slots)
+
+    def check_eager(self, what: str) -> None:
+        """Raise `StateError` in a forward that is captured into a graph, or that a graph makes."""
+        if self.capture is not None:
+            raise StateError(f"{what} cannot be captured into a graph; make it between forwards")
+        self.check_no_replay(what)
+
+    def check_no_replay(self, what: str) -> None:
+        """Raise `StateError` in a forward that a graph makes."""
+        if self.replay is not None:
+            raise StateError(
+                f"{what}: forward {self.number} is made by the replay of a graph, which has all its reads and writes; "
+                "make it between forwards, or begin the forward without a replay"
+            )
 
     def begin_step(self, setup_digest: int) -> Step:
         """The record of the begin: it differs between ranks whose forwards differ in anything."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 
 import torch
 
@@ -20,25 +19,9 @@ from pdlink.memory.forward_state import ForwardState, check_order
 from pdlink.memory.layer_reader import NO_GRAPHS, LayerReader
 from pdlink.memory.lockstep import Step, StepKind
 from pdlink.memory.owned_regions import OwnedRegions
+from pdlink.memory.pool_stats import PoolStats
 from pdlink.memory.slot_looks import Slots
 from pdlink.memory.token_rows import put_fields
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Counts since the pool was made.
-
-    `reads` are calls, of which `scratch_hits` found the layer in scratch and `fetches` moved it; the rest were of
-    layers that need no fetch here. Bytes are counted where they move: `nbytes_moved` are live rows (broadcast: live
-    pages and their trailers), `nbytes_last_fetch` those of the latest fetch, `nbytes_agreed` the records exchanged.
-    """
-
-    reads: int = 0
-    scratch_hits: int = 0
-    fetches: int = 0
-    nbytes_moved: int = 0
-    nbytes_last_fetch: int = 0
-    nbytes_agreed: int = 0
 
 
 class RemoteLayers:
@@ -195,20 +178,13 @@ class RemoteLayers:
             raise IntegrityError(
                 f"{what}: forward {self._forward.number} has failed: {self._forward.failure}"
             ) from self._forward.failure
-        if self._forward.replay is not None:
-            self.check_eager(what)
+        self._forward.check_no_replay(what)
         return self._forward
 
     def check_eager(self, what: str) -> None:
         """Raise `StateError` in a forward that is captured into a graph, or that a graph makes."""
-        forward = self._forward
-        if forward is not None and forward.capture is not None:
-            raise StateError(f"{what} cannot be captured into a graph; make it between forwards")
-        if forward is not None and forward.replay is not None:
-            raise StateError(
-                f"{what}: forward {forward.number} is made by the replay of a graph, which has all its reads and "
-                "writes; make it between forwards, or begin the forward without a replay"
-            )
+        if self._forward is not None:
+            self._forward.check_eager(what)
 
     @property
     def is_capturing(self) -> bool:
@@ -257,8 +233,7 @@ class RemoteLayers:
             return
         history, is_change = None, False
         if self._forward is not None:
-            if self._forward.replay is not None:
-                self.check_eager(f"a write of {about.name!r} layer {layer}")
+            self._forward.check_no_replay(f"a write of {about.name!r} layer {layer}")
             history, is_change = slots.inside(self._forward.wanted(key, about.page_group))
         if is_change:
             with self.changing():

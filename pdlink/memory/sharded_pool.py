@@ -18,7 +18,8 @@ from pdlink.memory.forward import LayerKey, ReadSpan, check_pages
 from pdlink.memory.layer_reader import LayerReader
 from pdlink.memory.owned_regions import OwnedRegions
 from pdlink.memory.pool_device import PoolDevice
-from pdlink.memory.remote_layers import PoolStats, RemoteLayers
+from pdlink.memory.pool_stats import PoolStats
+from pdlink.memory.remote_layers import RemoteLayers
 from pdlink.memory.slot_looks import SlotLooks, Slots
 from pdlink.memory.token_rows import check_rows, move_rows, put_fields, read_rows, split_slots
 

@@ -181,7 +181,7 @@ def one_capture_serves_other_pages_and_counts(world: World) -> None:
     engine = Engine(world)
     engine.capture()
     for spans in (*BATCHES, BATCHES[1]):
-        counts = []
+        counts: list[tuple[int, ...]] = []
         for replays in (True, False):
             before = engine.pool.stats
             engine.forward(spans, replays=replays)
@@ -198,7 +198,7 @@ def replays_take_turns_with_all_else(world: World) -> None:
     engine = Engine(world)
     engine.capture()
     random = np.random.default_rng(11)
-    for _ in range(16):
+    for _ in range(12):
         spans = BATCHES[int(random.integers(len(BATCHES)))]
         kind = str(random.choice(["replay", "mixed", "plain", "skip", "move"], p=[0.4, 0.2, 0.1, 0.15, 0.15]))
         if kind == "move":

@@ -16,7 +16,6 @@ from tests.memory.worlds import run_world
 QUICK = [
     "peer+lanes+ahead:one_capture_serves_other_pages_and_counts",
     "peer+lanes+ahead:replays_take_turns_with_all_else",
-    "peer+lanes+ahead:rows_of_a_late_owner_are_poison_in_a_replay_too",
     "peer+lanes:what_a_graph_cannot_do_is_refused",
     "broadcast+lanes:broadcasts_are_not_captured",
 ]
@@ -25,7 +24,7 @@ WHOLE = [f"peer+lanes{ahead}:{name}" for name in scenarios_graph.PEER for ahead 
 
 @pytest.mark.timeout(600)
 def test_replays_bring_right_bytes_or_raise(tmp_path: Path) -> None:
-    check(run_world(tmp_path, 3, QUICK, LAUNCH_TIMEOUT_S))
+    check(run_world(tmp_path, 2, QUICK, LAUNCH_TIMEOUT_S))
 
 
 @pytest.mark.slow
