@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from pdlink.errors import ConfigError
@@ -139,4 +140,5 @@ def _make(metric: Metric, registry: CollectorRegistry) -> Instrument:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+    """Those of numpy are numbers, too."""
+    return float(value) if isinstance(value, Real) else 0.0

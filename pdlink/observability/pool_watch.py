@@ -4,6 +4,7 @@ layer itself.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,18 +16,21 @@ if TYPE_CHECKING:
 
 
 class PoolWatch:
-    """The counts of one pool. `tell` emits what was added since it was called before, as the event `pool.stats`."""
+    """The counts of one pool. `tell` emits what was added since it was called before, as the event `pool.stats`.
+    Thread-safe: several may scrape at once, and nothing is told twice."""
 
     def __init__(self, pool: LayerShardedPool, events: Events) -> None:
         self._pool = pool
         self._events = events
         self._told = (0, 0, 0)
+        self._lock = threading.Lock()
 
     def tell(self) -> None:
-        stats = self._pool.stats
-        now = (stats.reads, stats.scratch_hits, stats.nbytes_moved)
-        reads, hits, nbytes = (after - before for after, before in zip(now, self._told, strict=True))
-        self._told = now
+        with self._lock:
+            stats = self._pool.stats
+            now = (stats.reads, stats.scratch_hits, stats.nbytes_moved)
+            reads, hits, nbytes = (after - before for after, before in zip(now, self._told, strict=True))
+            self._told = now
         self._events.emit("pool.stats", num_reads=reads, num_hits=hits, num_bytes=nbytes)
 
 

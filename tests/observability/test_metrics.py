@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -92,6 +93,12 @@ def test_a_staged_pull_counts_its_bytes_and_each_part_of_its_time(counted: Count
     assert counted.value("pdlink_pull_unpack_seconds_bucket", backend="ipc", le="0.1") == 0
     assert counted.value("pdlink_pull_unpack_seconds_bucket", backend="ipc", le="0.25") == 2
     assert counted.value("pdlink_pull_verify_seconds_count") == 0
+
+
+def test_numbers_of_numpy_count(counted: Counted) -> None:
+    counted.events.emit("pull.end", **{**PULL, "num_bytes": np.int64(7), "took_s": np.float32(0.5)})
+    assert counted.value("pdlink_transfer_bytes_total", **STAGED) == 7
+    assert counted.value("pdlink_pull_seconds_sum", **STAGED) == 0.5
 
 
 def test_a_pull_that_fails_is_no_pull_that_landed(counted: Counted) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,35 @@ def test_reads_are_told_once_as_what_was_added(pool: LayerShardedPool) -> None:
             pool.read("latent", 0)
         watch.tell()
     assert heard == [Event("pool.stats", {"num_reads": n, "num_hits": 0, "num_bytes": 0}) for n in (2, 1, 0)]
+
+
+def test_scrapes_at_the_same_time_count_no_read_twice(pool: LayerShardedPool) -> None:
+    events = Events()
+    value = Metrics(events).registry.get_sample_value
+    watch, over = PoolWatch(pool, events), threading.Event()
+
+    def scrape() -> None:
+        while not over.is_set():
+            watch.tell()
+
+    scrapers = [threading.Thread(target=scrape) for _ in range(4)]
+    for one in scrapers:
+        one.start()
+    for _ in range(2000):
+        pool.read("latent", 0)
+    over.set()
+    for one in scrapers:
+        one.join()
+    watch.tell()
+    assert value("pdlink_layer_reads_total") == pool.stats.reads == 2000
+
+
+def test_a_pool_that_was_closed_can_be_asked(pool: LayerShardedPool, site: Site) -> None:
+    node = site.node(http_bind="127.0.0.1:0")
+    node.watch_pool(pool)
+    pool.read("latent", 1)
+    pool.close()
+    assert Scrape(node.http_address).sum("pdlink_layer_reads_total") == 1
 
 
 def test_a_node_counts_the_reads_of_the_pools_that_it_watches(site: Site, pool: LayerShardedPool) -> None:

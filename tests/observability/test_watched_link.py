@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 
+from pdlink.backends.base import Backend
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.config import Settings
 from pdlink.errors import ConfigError, TransferFailed
@@ -18,7 +19,7 @@ from pdlink.prefill.sender import Sender
 from pdlink.runtime.node import Node
 from pdlink.transfer.states import SenderState
 from tests.bootstrap.values import make_instance
-from tests.link.rig import PAGE_SIZE, Decode, Owner, Site, make_layout, wait_until
+from tests.link.rig import PAGE_SIZE, Decode, Gate, Owner, Site, make_layout, wait_until
 from tests.observability.asking import Scrape, probe
 
 pytestmark = pytest.mark.backend("ipc")
@@ -95,6 +96,56 @@ def test_a_request_that_runs_shows_as_such_and_one_that_fails_by_its_reason(site
     reaches(decode, 1, "pdlink_transfer_failures_total", reason="aborted")
     assert Scrape(decode.node.http_address).sum("pdlink_transfer_seconds_count") == 0
     reaches(owners[1], 1, "pdlink_request_failures_total", reason="aborted")
+
+
+def test_a_staged_pull_with_digests_shows_each_part_of_its_time(site: Site) -> None:
+    layout, settings = make_layout(4), {"way": "staged", "verify_digests": True, **HTTP}
+    owners, decode = site.prefill(layout, 1, **settings), site.decode(layout, **settings)
+    receiver = decode.worker.receive("t", site.instance, {"kv": [1, 2]}, 2 * PAGE_SIZE)
+    owners[0].open("t", {"kv": [3, 4]}).publish([3, 4], last=True)
+    moved = sum(receiver.wait(PATIENCE_S).num_bytes.values())
+    reaches(decode, 1, "pdlink_pull_seconds_count", backend="ipc", way="staged")
+    said = Scrape(decode.node.http_address)
+    assert said.sum("pdlink_transfer_bytes_total", way="staged") == moved
+    parts = ("wire", "pack", "unpack")
+    for part in parts:
+        assert said.sum(f"pdlink_pull_{part}_seconds_count", backend="ipc") == 1
+        assert said.sum(f"pdlink_pull_{part}_seconds_sum") > 0
+    assert said.sum("pdlink_pull_verify_seconds_count") == 1
+    assert said.sum("pdlink_pull_verify_seconds_sum") > 0
+    assert sum(said.sum(f"pdlink_pull_{part}_seconds_sum") for part in parts) <= said.sum("pdlink_pull_seconds_sum")
+
+
+def test_pages_that_nobody_may_use_yet_are_shown_until_their_pull_is_quiet(site: Site) -> None:
+    layout, gates = make_layout(4), []
+
+    def gated(inner: Backend) -> Gate:
+        gates.append(Gate(inner))
+        return gates[-1]
+
+    owners, decode = site.prefill(layout, 1, **HTTP), site.decode(layout, wrap=gated, **HTTP)
+    receiver = decode.worker.receive("t", site.instance, {"kv": [1, 2]}, 2 * PAGE_SIZE)
+    owners[0].open("t", {"kv": [3, 4]}).publish([3, 4], last=True)
+    gates[0].wait_held(1)
+    reaches(decode, 1, "pdlink_pulls_in_flight")
+    gates[0].quiet.clear()
+    receiver.abort()
+    reaches(decode, 2, "pdlink_pages_quarantined")
+    assert Scrape(decode.node.http_address).sum("pdlink_transfers_live", state="draining") == 1
+    gates[0].quiet.set()
+    gates[0].open.set()
+    reaches(decode, 0, "pdlink_pages_quarantined")
+    reaches(decode, 0, "pdlink_pulls_in_flight")
+    assert receiver.poll().is_final
+
+
+def test_a_publication_that_nobody_comes_for_is_a_lease_that_is_held_and_then_expires(site: Site) -> None:
+    (owner,) = site.prefill(make_layout(4), 1, publication_lease_s=4.0, **HTTP)
+    owner.open("t", {"kv": [3]}).publish([3], last=True)
+    assert Scrape(owner.node.http_address).sum("pdlink_publication_leases_held") == 1
+    reaches(owner, 1, "pdlink_publication_leases_expired_total")
+    reaches(owner, 0, "pdlink_publication_leases_held")
+    assert Scrape(owner.node.http_address).sum("pdlink_request_failures_total", reason="expired") == 1
 
 
 def test_a_decode_side_that_does_not_fit_is_counted_by_the_field(site: Site) -> None:
