@@ -33,18 +33,21 @@ class Attempt:
         self.reader = reader
         self.transfer_id = transfer_id
         self.number = next(world.attempts)
-        pages = world.rng.sample(range(32), world.wanted)
+        turns, first = reader.turns, world.num_pages - world.wanted
+        count = -(-world.num_pages // turns) - first // turns if world.wanted else 0
+        pages = world.rng.sample(range(32), count)
         request = build_request(
             world.layout,
             transfer_id,
             {"kv": pages},
             world.num_pages * PAGE_SIZE,
-            prefix_tokens=(world.num_pages - world.wanted) * PAGE_SIZE,
+            prefix_tokens=first * PAGE_SIZE,
             readers=reader.readers,
             expect_aux=world.expect_aux,
+            turns=turns,
         )
-        self.target = pages
-        self.memory: dict[tuple[int, int], Any] = {}
+        self.memory: dict[tuple[int, int, int], Any] = {}
+        """(row, own page, turn) -> what is there."""
         self.merge = Merge(request, world.settings, world.now)
         self.opened = world.now
         receiver = Receiver(transfer_id, self.number, lambda one, text: None)
@@ -58,7 +61,7 @@ class Attempt:
     def resolve(self) -> None:
         if not self.is_resolved:
             self.is_resolved = True
-            plan = MergePlan(self.world.planner, self.incarnations, self.world.aux_owner)
+            plan = MergePlan(self.reader.planner, self.incarnations, self.world.aux_owner)
             self.merge.on_resolved(plan, self.world.now)
             self.act()
 
@@ -92,13 +95,14 @@ class Attempt:
                 self.check()
 
     def check(self) -> None:
-        world = self.world
-        first = world.num_pages - world.wanted
-        for group in world.planner.groups.values():
+        request, turns = self.merge.request, self.reader.turns
+        first = request.first_page["kv"]
+        for group in self.reader.planner.groups.values():
             for row in range(group.num_rows):
-                for number, page in enumerate(self.target):
-                    found = self.memory.get((row, page))
-                    assert found == (self.transfer_id, first + number), f"row {row}, page {page} holds {found}"
+                for position in range(first, first + request.num_pages["kv"]):
+                    place = (int(request.targets("kv", position, position + 1)[0]), position % turns)
+                    found = self.memory.get((row, *place))
+                    assert found == (self.transfer_id, position), f"row {row}, page and turn {place} holds {found}"
 
     def subscribe(self, worker_id: str, next_sequence: int) -> Subscribe:
         if worker_id not in self.live.ahead:
@@ -116,4 +120,5 @@ class Attempt:
             None,
             ahead.piece_bytes,
             ahead.num_pieces,
+            parts=self.reader.planner.parts_from(worker_id),
         )

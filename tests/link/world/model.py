@@ -11,17 +11,29 @@ import itertools
 import random
 
 from pdlink.config import Settings
+from pdlink.layout.components import CacheLayout, heads
+from pdlink.layout.decode_plan import DecodePlace, DecodeRank, DecodeSizes
+from pdlink.layout.election import elect_aux_owner
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.layout.layer_plan import LayerPlan, PlanKind
 from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.planner import PullPlanner, Source
-from tests.decode.rig import make_layout, make_regions
+from tests.decode.rig import PAGE_SIZE, make_layout, make_regions
 from tests.link.world.network import Network
 from tests.link.world.owner import Owner
 from tests.link.world.reader import Reader
 
 STEP_S = 0.25
+HEADS = 4
+
+
+def by_heads(num_heads: int) -> CacheLayout:
+    made = (
+        heads(name, PAGE_SIZE, range(2), num_heads=num_heads, head_bytes=64, dtype="x", total_heads=HEADS)
+        for name in "kv"
+    )
+    return CacheLayout(2, tuple(made))
 
 
 class World:
@@ -37,9 +49,12 @@ class World:
         self.num_slots = rng.choice([1, 2])
         self.attempts = itertools.count(1)
         self.lives = itertools.count(1)
-        self.layout = make_layout(2)
+        self.shape = rng.choice(["whole", "whole", "heads", "tokens"])
+        """What decode ranks take of pages: all, some heads, or some tokens."""
+        prefill_tp = rng.choice([1, 2]) if self.shape == "heads" else 1
+        self.layout = by_heads(HEADS // prefill_tp) if self.shape == "heads" else make_layout(2)
         self.digest = fingerprint(self.layout).digest
-        self.sizes = ParallelSizes(cp=rng.choice([1, 2, 2, 3]))
+        self.sizes = ParallelSizes(cp=rng.choice([1, 2, 2, 3]), tp=prefill_tp)
         kind = rng.choice([PlanKind.SPLIT, PlanKind.SPLIT, PlanKind.REPLICATED])
         plan = LayerPlan.balanced(self.layout, self.sizes, kind)
         self.kinds = plan.kinds
@@ -52,15 +67,25 @@ class World:
         self.ids = ["t", "u"] if rng.random() < 0.5 else ["t"]
         self.owners = [Owner(self, number) for number in range(len(self.ranks))]
         self.by_id = {one.worker_id: one for one in self.owners}
-        whole = {one.name: one.layers for one in self.layout.components}
-        sources = [Source(one.worker_id, tuple(self.regions[one.number])) for one in self.owners]
-        self.planner = PullPlanner(self.layout, sources, make_regions(self.layout, whole, 1 << 40))
-        aux = [one for one in self.owners if one.worker._facts.is_aux_owner]
-        self.aux_owner = aux[-1].worker_id if aux else self.owners[0].worker_id
-        num_readers = rng.choice([1, 1, 2])
+        self.aux_owner = self.owners[self.ranks.index(elect_aux_owner(self.layout, plan, 0))].worker_id
+        num_readers = 2 if self.shape == "tokens" else rng.choice([1, 1, 2])
+        self.turns = num_readers if self.shape == "tokens" else 1
         self.readers = [Reader(self, ReaderSet("dec", index, num_readers)) for index in range(num_readers)]
         if rng.random() < 0.2:
             self.readers.append(Reader(self, ReaderSet("other")))
+
+    def planner(self, readers: ReaderSet) -> PullPlanner:
+        """Of a reader that is a tensor-parallel rank of its set, which splits heads, or tokens."""
+        sizes = DecodeSizes(tp=readers.num_readers, dcp=self.turns if readers.num_readers > 1 else 1)
+        layout = by_heads(HEADS // sizes.tp) if self.shape == "heads" else self.layout
+        place = DecodePlace(sizes, DecodeRank(tp=readers.reader_index))
+        sources = [
+            Source(one.worker_id, tuple(self.regions[one.number]), one.worker._facts.parts) for one in self.owners
+        ]
+        every = {one.name: one.layers for one in layout.components}
+        target = make_regions(layout, every, 1 << 40)
+        parts = place.parts(layout)
+        return PullPlanner(layout, sources, target, source_layout=self.layout, parts=parts, turn=place.index)
 
     def close(self) -> None:
         for one in self.owners:

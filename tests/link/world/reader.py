@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from pdlink.layout.readers import ReaderSet
 from pdlink.transfer.ahead import Ahead, ahead_ticket, is_ahead
 from pdlink.transfer.digests import by_component
 from pdlink.transfer.failure import Failure, FailureReason
+from pdlink.transfer.packing import split_turns
 from tests.link.world.attempt import Attempt
 from tests.link.world.owner import JUNK, Owner
 
@@ -30,7 +32,8 @@ class Moving:
     pull: Pull
     is_staged: bool
     ahead: Ahead | None
-    todo: list[tuple[int, int]]
+    todo: list[tuple[int, int, int]]
+    """(source page, own page, its turn there)."""
     ticket: int = 0
     asked: float = 0.0
     since: float = 0.0
@@ -46,6 +49,8 @@ class Reader:
     def __init__(self, world: World, readers: ReaderSet) -> None:
         self.world = world
         self.readers = readers
+        self.planner = world.planner(readers)
+        self.turns = world.turns if readers.num_readers > 1 else 1
         self.start()
 
     def start(self) -> None:
@@ -90,11 +95,13 @@ class Reader:
         queue = self.queue[pull.worker_id]
         ahead = attempt.live.ahead_of(pull)
         is_staged = bool(pull.batch.moves) and self.world.rng.random() < self.world.staged
+        turns = enumerate(split_turns(pull.first_page, len(pull.pages), self.turns))
         todo = []
-        for move in pull.batch.moves:
-            todo = list(zip(move.runs.source_pages().tolist(), move.runs.destination_pages().tolist(), strict=True))
+        for move, turn in zip(pull.batch.moves, (turn for turn, mine in turns if len(mine)), strict=False):
+            pairs = zip(move.runs.source_pages().tolist(), move.runs.destination_pages().tolist(), strict=True)
+            todo += [(*pair, turn) for pair in pairs]
         if is_staged:  # packed in the order of positions
-            todo = [(0, page) for page in pull.pages.tolist()]
+            todo = [(0, page, (pull.first_page + at) % self.turns) for at, page in enumerate(pull.pages.tolist())]
         if queue:
             ahead = None
         if ahead:
@@ -114,7 +121,7 @@ class Reader:
         if one.is_staged:
             return self.advance_staged(one)
         if one.todo:
-            source, target = one.todo.pop()
+            source, *target = one.todo.pop()
             self.write(one, target, one.owner.pages[source])
         else:
             self.end(one, None)
@@ -146,8 +153,7 @@ class Reader:
             else:
                 return False
             return True
-        nbytes = sum(move.layers.page_bytes.sum() * len(pull.pages) for move in pull.batch.moves)
-        said = (answer, int(nbytes), one.owner.arena.area, pull.sequence, pull.generation)
+        said = (answer, pull.batch.nbytes, one.owner.arena.area, pull.sequence, pull.generation)
         if failure := failures.unusable(pull.worker_id, *said):
             self.end(one, failure)
             return True
@@ -155,7 +161,7 @@ class Reader:
         if one.todo:
             place = len(one.todo) - 1
             values = one.owner.slot_values[answer.slot]
-            self.write(one, one.todo.pop()[1], values[place] if place < len(values) else JUNK)
+            self.write(one, one.todo.pop()[1:], values[place] if place < len(values) else JUNK)
             return True
         inbox.forget(attempt.live.key, one.ticket)
         credit = Credit((answer.slot,), (answer.stamp,))
@@ -173,12 +179,15 @@ class Reader:
     def stage(self, one: Moving) -> Stage:
         pull = one.pull
         layers = by_component(sorted(pull.cells))
-        return Stage(one.ticket, pull.sequence, pull.first_page, len(pull.pages), layers)
+        parts = pull.landing.parts if pull.landing else {}
+        return Stage(one.ticket, pull.sequence, pull.first_page, len(pull.pages), layers, parts)
 
-    def write(self, one: Moving, target: int, value: Any) -> None:
+    def write(self, one: Moving, target: Sequence[int], value: Any) -> None:
+        """What one source page gives, to a page and turn."""
         assert not one.attempt.ended, "written after the end"
+        page, turn = target
         for row in one.pull.rows.tolist():
-            one.attempt.memory[row, target] = value
+            one.attempt.memory[row, page, turn] = value
 
     def end(self, one: Moving, failure: Failure | None) -> None:
         attempt, pull = one.attempt, one.pull
