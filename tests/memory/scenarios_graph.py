@@ -6,6 +6,7 @@ They run on GPUs, and on the device of pretence with graphs of its own (`thread_
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -58,8 +59,14 @@ class CudaGraph:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        with torch.cuda.graph(self._graph):
-            yield
+        # What is collected while a graph is captured, another graph above all, may end the capture.
+        gc.collect()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph):
+                yield
+        finally:
+            gc.enable()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -288,25 +295,33 @@ def what_a_graph_cannot_do_is_refused(world: World) -> None:
     pool.end_forward()
     engine.wrote()
     engine.check(BATCHES[0])
-    inside = CudaGraph() if world.has_cuda else ThreadGraph(engine.device)
-    with inside.capture():
-        with pytest.raises(StateError, match="not inside a CUDA graph"):
-            pool.begin_forward(BATCHES[0])
-        with pytest.raises(StateError, match="captured for this already"), pool.capturing(engine.captured):
-            pass
-        with pool.capturing(captured):
-            pool.read(*foreign)
-            for call in (
-                lambda: pool.move(None, slots, slots),
-                lambda: pool.restore(*foreign, [1], None),
-                lambda: pool.read_compacted(*foreign),
-            ):
-                with pytest.raises(StateError, match="cannot be captured"):
-                    call()
-            if world.has_cuda:
-                with pytest.raises(StateError, match="never see other values"):
-                    pool.write(*foreign, slots, {name: data[:2] for name, data in engine.rows[foreign].items()})
+    refused(world, engine, "not inside a CUDA graph", lambda: pool.begin_forward(BATCHES[0]))
+    refused(world, engine, "not inside a CUDA graph", lambda: pool.prepare_capture())
+    refused(world, engine, "captured for this already", lambda: pool.capturing(engine.captured).__enter__())
+    for call in (
+        lambda: pool.move(None, slots, slots),
+        lambda: pool.restore(*foreign, [1], None),
+        lambda: pool.read_compacted(*foreign),
+    ):
+        refused(world, engine, "cannot be captured", call, foreign)
+    if world.has_cuda:
+        rows = {name: data[:2] for name, data in engine.rows[foreign].items()}
+        refused(world, engine, "never see other values", lambda: pool.write(*foreign, slots, rows), foreign)
     engine.forward(BATCHES[1])
+
+
+def refused(world: World, engine: Engine, match: str, call: Callable[[], object], key: LayerKey | None = None) -> None:
+    """A refusal leaves a capture as it was; with `key` inside of a forward that is captured, which reads that layer."""
+    captured = engine.pool.prepare_capture(engine.keys)
+    graph = CudaGraph() if world.has_cuda else ThreadGraph(engine.device)
+    try:
+        with graph.capture(), engine.pool.capturing(captured) if key else contextlib.nullcontext():
+            if key:
+                engine.pool.read(*key)
+            with pytest.raises(StateError, match=match):
+                call()
+    except RuntimeError as error:
+        raise AssertionError(f"the refusal {match!r} ends a capture") from error
 
 
 def broadcasts_are_not_captured(world: World) -> None:
