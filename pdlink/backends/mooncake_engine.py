@@ -32,15 +32,17 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module, metadata
 from typing import Any
 
 from pdlink.address import Address
 from pdlink.backends.cuda_driver import EXPANDABLE, DeviceBlock, call, find_allocation, on_device
+from pdlink.backends.lanes import Lanes
 from pdlink.errors import BackendError, BackendUnavailable, RegionError
 
 Span = tuple[int, int]
@@ -134,8 +136,8 @@ class Engine:
         if self._is_nvlink:
             assert device is not None
             self._spare = DeviceBlock(_SPARE_BYTES, device)
-        self._lanes = [ThreadPoolExecutor(1, "pdlink-mooncake") for _ in range(_NUM_LANES if self._is_nvlink else 0)]
-        """The threads that read over nvlink, next one first."""
+        self._lanes = Lanes(_NUM_LANES if self._is_nvlink else 0, "pdlink-mooncake")
+        """What reads over nvlink."""
         self._numbers = itertools.count(1)
         self._reading: dict[int, Future[int]] = {}
         """Batches over nvlink, until their state was DONE or FAILED."""
@@ -175,9 +177,7 @@ class Engine:
         """
         if self._is_nvlink:
             number = next(self._numbers)
-            lane = self._lanes.pop(0)
-            self._lanes.append(lane)
-            self._reading[number] = lane.submit(self._read_whole, session, destinations, sources, sizes)
+            self._reading[number] = self._lanes.begin(self._read_whole, session, destinations, sources, sizes)
             return number
         assert len(sizes) == 1
         posted: int = self._engine.batch_transfer_async_read(session, destinations, sources, sizes)
@@ -185,8 +185,11 @@ class Engine:
             raise BackendError(f"mooncake cannot read from {session}; {LOG_HINT}")
         return posted
 
-    def _read_whole(self, session: str, destinations: list[int], sources: list[int], sizes: list[int]) -> int:
+    def _read_whole(
+        self, begun: threading.Event, session: str, destinations: list[int], sources: list[int], sizes: list[int]
+    ) -> int:
         with self._on_device():
+            begun.set()
             code: int = self._engine.batch_transfer_sync_read(session, destinations, sources, sizes)
             if code != 0:
                 call("cuCtxSynchronize")  # some of the batch may have been started, on a stream of the library's
@@ -220,8 +223,7 @@ class Engine:
             return
         if wait(self._reading.values(), _LANE_TIMEOUT_S).not_done:
             raise BackendError(f"a read over mooncake has not come back for {_LANE_TIMEOUT_S:g} s")
-        for lane in self._lanes:
-            lane.shutdown()
+        self._lanes.close()
         listener = _hurry(self._engine.get_rpc_port())
         try:
             engine, self._engine = self._engine, None

@@ -29,10 +29,15 @@ class SlotPool:
         """Whether somebody waits for a slot."""
         return bool(self._waiters)
 
-    def try_take(self) -> int | None:
-        """A free slot that nobody waits for, or None."""
+    def try_take(self, wanted: int | None = None) -> int | None:
+        """A free slot that nobody waits for, or None. It is the one `wanted` where that is free."""
         with self._changed:
-            return self._free.popleft() if self._free and not self._waiters else None
+            if not self._free or self._waiters:
+                return None
+            if wanted is None or wanted not in self._free:
+                return self._free.popleft()
+            self._free.remove(wanted)
+            return wanted
 
     def take(self, timeout_s: float, stop: Callable[[], bool]) -> int | None:
         """A slot, waiting for one up to `timeout_s`; None when that is over, or once `stop` says so."""

@@ -33,8 +33,6 @@ from pdlink.transfer.timings import PullTimings
 
 log = logging.getLogger("pdlink.decode")
 
-MAX_POSTED = 2
-"""Pieces of one pull on the wire: the next one waits there when one ends."""
 LOOK_S = 0.02
 COPY_NAP_S = 20e-6
 ANSWER_SLACK_S = 1.0
@@ -227,13 +225,13 @@ class StagedPull:
 
     def _post(self) -> Outcome:
         """Put packed pieces on the wire, as far as there are own slots for them."""
-        room = MAX_POSTED - sum(one.handle is not None for one in self._asked)
+        room = self._link.pace.num_posted - sum(one.handle is not None for one in self._asked)
         for asked in self._asked:
             if not room:
                 break
             if asked.answer is None or asked.slot is not None:
                 continue
-            slot = self._own_slot()
+            slot = self._own_slot(asked.answer.slot)
             if slot is None:
                 break
             asked.slot = slot
@@ -242,11 +240,13 @@ class StagedPull:
             room -= 1
         return None
 
-    def _own_slot(self) -> int | None:
+    def _own_slot(self, wanted: int) -> int | None:
+        """An own slot for what lies in the owner's slot `wanted`: of that number where it can be, so that what was made
+        of a pair of slots serves again."""
         if self._spare:
-            return self._spare.pop()
+            return self._spare.pop(self._spare.index(wanted) if wanted in self._spare else -1)
         held = sum(one.slot is not None for one in self._asked)
-        return self._slots.try_take() if held < self._link.pace.depth else None
+        return self._slots.try_take(wanted) if held < self._link.pace.depth else None
 
     def _start(self, asked: _Asked, answer: Staged, slot: int) -> Outcome:
         pull = self._pull

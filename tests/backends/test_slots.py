@@ -25,6 +25,14 @@ def test_a_slot_is_held_by_one_at_a_time() -> None:
     assert pool.take(0.0, never) == 1
 
 
+def test_the_slot_that_is_wanted_is_given_where_it_is_free() -> None:
+    pool = SlotPool(3)
+    assert [pool.try_take(wanted) for wanted in (1, 1, 7, 2)] == [1, 0, 2, None]
+    pool.give(0)
+    pool.give(2)
+    assert (pool.try_take(2), pool.num_free) == (2, 1)
+
+
 def test_a_slot_that_is_given_twice_is_a_bug_that_is_found() -> None:
     pool = SlotPool(1)
     slot = pool.try_take()

@@ -21,7 +21,7 @@ from pdlink.control.frames import Body, Credit, Stage, Staged
 from pdlink.decode import owner_slots, staging_link
 from pdlink.decode.actions import Pull
 from pdlink.decode.stage_inbox import StageInbox
-from pdlink.decode.staged_pull import MAX_POSTED, StagedPull
+from pdlink.decode.staged_pull import StagedPull
 from pdlink.decode.staging_link import Pace, StagingLink
 from pdlink.errors import BackendError
 from pdlink.layout.regions import MemoryKind
@@ -84,6 +84,8 @@ class World:
         self.copyings: list[Unpacking] = []
         self.numbers = {stage: itertools.count() for stage in ("pack", "wire", "unpack")}
         self.waits: list[tuple[int, int]] = []
+        self.pairs: list[tuple[int, int]] = []
+        """The slots of the owner and of here, of what was posted."""
         """(pieces ever asked for, pieces that the owner still has to pack or holds packed) whenever the pull waited."""
         self.num_asked = 0
         self.num_sent = 0
@@ -167,7 +169,9 @@ class World:
             raise BackendError("the link is down")
         handle = OnWire(batch, self.script.looks("wire", number), self.script.fails("wire", number))
         self.on_wire[id(handle)] = handle
-        assert len(self.on_wire) <= MAX_POSTED
+        (move,) = batch.moves
+        self.pairs.append((int(move.runs.source[0]), int(move.runs.destination[0])))
+        assert len(self.on_wire) <= self.link.pace.num_posted
         return handle
 
     def look(self, handle: PullHandle) -> PullStatus | Failure:
@@ -266,10 +270,15 @@ class Inbox(StageInbox):
 
 @contextmanager
 def world(
-    script: Script, depth: int, num_pieces: int = 8, slots: int = 0, slot_bytes: int = NUM_PAGES * PAGE_BYTES
+    script: Script,
+    depth: int,
+    num_pieces: int = 8,
+    slots: int = 0,
+    slot_bytes: int = NUM_PAGES * PAGE_BYTES,
+    num_posted: int = 2,
 ) -> Iterator[World]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(staging_link.PACES, MemoryKind.HOST, Pace(depth, num_pieces, 1))
+        patch.setitem(staging_link.PACES, MemoryKind.HOST, Pace(depth, num_pieces, 1, num_posted))
         made = World(script, slots or depth, slot_bytes)
         try:
             yield made
@@ -282,10 +291,12 @@ SCRIPTS = st.builds(Script, LOOKS, LOOKS, LOOKS)
 STAGES = st.sampled_from(["pack", "start", "wire", "unpack"])
 
 
-@given(SCRIPTS, st.integers(1, 5), st.integers(1, 12), st.integers(1, 5))
+@given(SCRIPTS, st.integers(1, 5), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5))
 @settings(deadline=None)
-def test_every_page_arrives_whichever_stage_is_slow(script: Script, depth: int, num_pieces: int, slots: int) -> None:
-    with world(script, depth, num_pieces, slots) as made:
+def test_every_page_arrives_whichever_stage_is_slow(
+    script: Script, depth: int, num_pieces: int, slots: int, num_posted: int
+) -> None:
+    with world(script, depth, num_pieces, slots, num_posted=num_posted) as made:
         assert made.run() is None
         made.assert_whole()
         made.assert_all_back()
@@ -345,6 +356,13 @@ def test_while_pieces_are_left_the_owner_always_has_as_many_to_work_on_as_the_pa
         total = made.num_asked
         assert made.waits
         assert all(held == depth for asked, held in made.waits if asked < total)
+
+
+def test_what_lies_in_a_slot_of_the_owner_comes_to_the_own_one_of_that_number() -> None:
+    with world(Script(wire=[2], unpack=[1]), depth=3, num_posted=3) as made:
+        assert made.run() is None
+        assert {one for one, _ in made.pairs} == {0, 1, 2}
+        assert all(one == other for one, other in made.pairs)
 
 
 def test_one_own_slot_is_enough_for_the_owner_to_pack_ahead() -> None:
