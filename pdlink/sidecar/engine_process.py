@@ -26,6 +26,7 @@ from pdlink.limits import raise_soft_limit
 from pdlink.observability.logs import set_up
 from pdlink.observability.metrics import Metrics
 from pdlink.observability.shared_metrics import count_into
+from pdlink.observability.span_export import export_spans
 from pdlink.runtime.node import Node
 from pdlink.sidecar import handover, lifeline
 from pdlink.sidecar.session import Session
@@ -47,6 +48,8 @@ END_S = 20.0
 HANDOVER_TIMEOUT_S = 10.0
 """For what the engine has sent before it attaches."""
 STOP_GRACE_S = 1.0
+SERVICE = "pdlink-sidecar"
+"""Whose spans these are, unless OTEL_SERVICE_NAME says otherwise."""
 NUM_THREADS = 4
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
@@ -123,6 +126,8 @@ def main() -> None:
             stack.callback(listener.close)
             desk = handover.Desk(fds_path)
             stack.callback(desk.close)
+            if settings.tracing:
+                stack.callback(export_spans(SERVICE))
             node = Node(settings)
             if counts := told["counts"]:
                 count_into(Path(counts["folder"]), counts["slot"])

@@ -13,7 +13,9 @@ from pdlink.config import Settings
 from pdlink.errors import PdlinkError
 from pdlink.limits import raise_soft_limit
 from pdlink.observability.logs import set_up
+from pdlink.observability.span_export import export_spans
 from pdlink.runtime.node import Node
+from pdlink.sidecar.engine_process import SERVICE
 from pdlink.testing.parent import Parent
 
 
@@ -27,6 +29,8 @@ def main() -> None:
     set_up(settings.log, settings.log_format)
     raise_soft_limit()
     try:
+        if settings.tracing:
+            export_spans(SERVICE)
         with Node(settings) as node:
             answer: dict[str, object] = {"backends": list(node.backends)}
     except PdlinkError as error:
