@@ -19,9 +19,9 @@ from tests.faults.table import wanted_hashes
 from tests.link.transports import TRANSPORTS
 
 MOST = NUM_PAGES * 3 // 4
-SLOW_MBIT = 40
+SLOW_MBIT = 20
 MIDDLE_S = 0.3
-"""A third of what the bytes of the first request take on that wire."""
+"""A sixth of what the bytes of the first request take on that wire."""
 WATCH_S = 1.2
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
@@ -90,7 +90,7 @@ def test_pages_of_an_aborted_request_go_to_the_next_one_which_is_right(transport
         cluster = heard.cluster
         cluster.hosts.slow("prefill", SLOW_MBIT)
         cluster.tell("reader0", do="receive", id="a", pages=MOST)
-        serve(cluster, "a", MOST, *((4, 0.2) if transport == "ipc" else (1, 0.0)))
+        serve(cluster, "a", MOST, *((4, 0.6) if transport == "ipc" else (1, 0.0)))
         cluster.wait_a_moment(MIDDLE_S)
         cluster.tell("reader0", do="abort", id="a")
         cluster.tell("reader0", do="receive", id="b", pages=MOST)

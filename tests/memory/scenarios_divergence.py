@@ -232,7 +232,7 @@ def a_rank_that_stops(world: World) -> None:
     pool.begin_forward([SPAN])
     pool.read("latent", 1)
     if world.rank == 1:
-        time.sleep(6.0)
+        time.sleep(10.0)
     error = failure_of(lambda: pool.read("latent", 4), 4.0 + SOON_S)
     assert isinstance(error, DeadlineExceeded | IntegrityError)
     assert "'latent' layer 4" in str(error)

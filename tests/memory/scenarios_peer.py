@@ -234,7 +234,7 @@ def a_change_on_one_rank_alone_is_found(world: World) -> None:
 
 
 def a_rank_that_does_not_come_is_named(world: World) -> None:
-    pool = world.pool(dsa_layout(LAYERS), timeout_s=3.0)
+    pool = world.pool(dsa_layout(LAYERS), timeout_s=6.0)
     good_forward(pool)
     if world.rank == 1:
         dist.barrier()
@@ -252,7 +252,7 @@ def a_rank_that_does_not_come_is_named(world: World) -> None:
 
 def a_reader_that_does_not_end_is_named(world: World) -> None:
     """And what it reads is not touched: the write that had to wait is not made."""
-    pool = world.pool(dsa_layout(LAYERS), timeout_s=3.0)
+    pool = world.pool(dsa_layout(LAYERS), timeout_s=6.0)
     pool.begin_forward([SPAN])
     if world.rank != 1:
         pool.end_forward()

@@ -55,6 +55,8 @@ def test_bytes_and_descriptors_that_are_counted_are_those_that_moved(site: Site)
         for sender in senders:
             wait_until(partial(has_state, sender, SenderState.RELEASED), PATIENCE_S)
     wait_until(lambda: decode.worker.num_receives == 0, PATIENCE_S)
+    reaches(decode, 2, "pdlink_transfers_total", state="done")
+    reaches(decode, 0, "pdlink_pulls_in_flight")
     assert moved == 4 * 6 * PAGE_SIZE * (656 + 132)
     said = Scrape(decode.node.http_address)
     assert said.sum("pdlink_transfer_bytes_total", backend="ipc", way="mapped") == moved

@@ -37,6 +37,11 @@ class Engine:
         self.serving_pid = int(answer["pid"])
         return answer
 
+    def wait_served(self) -> int:
+        """The process that serves it, once there is one: while it goes from one to the next there is none."""
+        assert wait_until(lambda: self.serving_pid > 0 or self.ask("health", "")["pid"])
+        return self.serving_pid
+
     def kill(self) -> None:
         """Without a goodbye, and without anybody removing what it leaves."""
         os.kill(self.child.pid, signal.SIGKILL)

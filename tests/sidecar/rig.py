@@ -93,7 +93,10 @@ class Rig:
 
     def settings(self) -> dict[str, object]:
         """Short waits, as far as they end what is wrong; long ones where something is only slow."""
-        return {"backends": self.backend, "resend_interval_s": 0.2, "confirm_timeout_s": 60.0}
+        long = dict.fromkeys(
+            ("resolve_timeout_s", "connect_timeout_s", "subscribe_timeout_s", "confirm_timeout_s"), 60.0
+        )
+        return {"backends": self.backend, "resend_interval_s": 0.2, **long}
 
     def sidecar(self, name: str) -> Path:
         """A sidecar whose own process is this one."""
@@ -155,8 +158,15 @@ def serve_at_last(rig: Rig, prefill: Prefill, decode: Decode, name: str, source:
             return
 
 
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
+def serving(node: SidecarNode) -> int:
+    """The process that serves an engine, once there is one: while it goes from one to the next there is none."""
+    assert wait_until(lambda: node.pid > 0)
+    return node.pid
+
+
+def kill(pid: int, sent: signal.Signals = signal.SIGKILL) -> None:
+    assert pid > 0, "a signal to process 0 goes to every process of this run"
+    os.kill(pid, sent)
 
 
 def is_gone(pid: int) -> bool:

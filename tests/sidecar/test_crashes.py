@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from pdlink.errors import TransferFailed
 from pdlink.transfer.states import ReceiverState, SenderState
 from tests.processes import PATIENCE_S, wait_until
 from tests.sidecar.crowd import Engine, Sidecar, wait_gone
-from tests.sidecar.rig import PAGE_SIZE, Rig, folder_for_sockets, is_gone, serve_at_last
+from tests.sidecar.rig import PAGE_SIZE, Rig, folder_for_sockets, is_gone, kill, serve_at_last, serving
 
 pytestmark = pytest.mark.backend("ipc")
 
@@ -82,7 +81,7 @@ def test_a_killed_sidecar_takes_its_processes_along_and_its_engines_find_the_nex
     receiver = decode.worker.receive("doomed", rig.instance, {"kv": TARGET}, TOKENS)
     sender.publish(SOURCE[:1])
     assert wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
-    pid = node.pid
+    pid = serving(node)
     sidecar.kill()
     with pytest.raises(TransferFailed, match="the sidecar is ending"):
         receiver.wait(PATIENCE_S)
@@ -104,8 +103,8 @@ def test_a_process_that_stands_still_is_ended_before_anybody_hears_that_its_requ
     receiver = decode.worker.receive("doomed", rig.instance, {"kv": TARGET}, TOKENS)
     sender.publish(SOURCE[:1])
     assert wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
-    pid = node.pid
-    os.kill(pid, signal.SIGSTOP)  # what it was about to write into the engine's pages, it may still write
+    pid = serving(node)
+    kill(pid, signal.SIGSTOP)  # what it was about to write into the engine's pages, it may still write
     alive_at_end: list[bool] = []
     receiver.on_end(lambda _: alive_at_end.append(not is_gone(pid)))
     assert wait_until(lambda: alive_at_end)

@@ -32,6 +32,7 @@ from tests.sidecar.rig import (
     make_pool,
     serve,
     serve_at_last,
+    serving,
 )
 
 pytestmark = pytest.mark.backend("ipc")
@@ -173,7 +174,7 @@ def test_when_a_sidecars_process_is_killed_requests_fail_and_the_engine_goes_bac
     assert wait_until(lambda: receiver.poll() is ReceiverState.PULLING)
     node = getattr(link, side).node
     assert isinstance(node, SidecarNode)
-    pid = node.pid
+    pid = serving(node)
     kill(pid)
     if side == "prefill":
         assert wait_until(lambda: sender.poll() is SenderState.ABORTED)
@@ -196,7 +197,7 @@ def test_while_no_sidecar_answers_requests_are_refused_at_once(link: Link) -> No
     with contextlib.closing(make_pool()) as pool, connect(link.rig.folder / "dec.sock") as node:
         worker = node.decode("alone", make_layout(), pool.regions)
         node.path = link.rig.folder / "nobody.sock"  # where it goes back to
-        kill(node.pid)
+        kill(serving(node))
         assert wait_until(lambda: not node.health().ok)
         with pytest.raises(SidecarGone, match="not attached"):
             worker.receive("refused", link.rig.instance, {"kv": [1]}, PAGE_SIZE)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 
 from tests.processes import PATIENCE_S, wait_until
 from tests.sidecar.crowd import Engine, Sidecar, wait_gone
-from tests.sidecar.rig import NUM_PAGES, Rig, folder_for_sockets, is_gone
+from tests.sidecar.rig import NUM_PAGES, Rig, folder_for_sockets, is_gone, kill
 
 pytestmark = [pytest.mark.backend("ipc"), pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -60,7 +58,7 @@ class Pair:
 
     def kill(self, role: str, victim: str) -> None:
         engine, sidecar = self.engines[role], self.sidecars[role]
-        serving = engine.serving_pid
+        serving = engine.wait_served()
         if victim == "engine":
             engine.kill()
             wait_gone(engine)
@@ -71,7 +69,7 @@ class Pair:
             assert wait_until(lambda: is_gone(serving))
             sidecar.start()
         else:
-            os.kill(serving, signal.SIGKILL)
+            kill(serving)
         assert wait_until(lambda: self.is_well(role))
 
     def is_well(self, role: str) -> bool:

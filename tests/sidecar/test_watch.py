@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pdlink.sidecar import SidecarNode
 from pdlink.sidecar.server import SidecarServer
 from tests import processes
 from tests.observability.asking import Scrape, probe
@@ -29,6 +30,7 @@ from tests.sidecar.rig import (
     kill,
     serve,
     serve_at_last,
+    serving,
 )
 
 pytestmark = pytest.mark.backend("ipc")
@@ -48,6 +50,11 @@ class Watched:
     decode: Decode
     num_served: int = 0
 
+    def serving_pid(self) -> int:
+        """The process of the decode engine."""
+        assert isinstance(self.decode.node, SidecarNode)
+        return serving(self.decode.node)
+
     def serve(self) -> None:
         self.num_served += 1
         serve(self.rig, self.prefill, self.decode, f"t{self.num_served}", SOURCE, TARGET)
@@ -57,6 +64,11 @@ class Watched:
 
     def scrape(self) -> Scrape:
         return Scrape(self.server.http_address)
+
+    def complains(self, path: str, reason: str) -> bool:
+        """Whether the probe fails, and gives a reason that begins so."""
+        status, said = probe(self.server.http_address, path)
+        return status == 503 and any(str(one).startswith(reason) for one in said["reasons"])
 
     def says(self, path: str, status: int) -> dict[str, object]:
         """What the probe says once it has that status."""
@@ -109,7 +121,7 @@ def test_it_is_ready_with_its_transports_and_names_every_part(watched: Watched) 
 
 def test_what_a_killed_process_had_counted_stays_and_its_gauges_go(watched: Watched) -> None:
     watched.serve()
-    pid = watched.decode.node.pid
+    pid = watched.serving_pid()
     before = watched.scrape()
     assert before.sum("pdlink_peers", state="connected") == 1
     kill(pid)
@@ -124,15 +136,15 @@ def test_what_a_killed_process_had_counted_stays_and_its_gauges_go(watched: Watc
 
 
 def test_a_process_that_stands_still_makes_the_sidecar_unwell_until_it_goes_on(watched: Watched) -> None:
-    pid = watched.decode.node.pid
+    pid = watched.serving_pid()
     watched.says("/healthz", 200)
-    os.kill(pid, signal.SIGSTOP)
+    kill(pid, signal.SIGSTOP)
     try:
         for path in ("/healthz", "/readyz"):
-            (reason,) = watched.says(path, 503)["reasons"]
-            assert reason.startswith(f"engine process {pid}: it has not answered for ")
+            said = f"engine process {pid}: it has not answered for "
+            assert wait_until(lambda path=path, said=said: watched.complains(path, said)), path
     finally:
-        os.kill(pid, signal.SIGCONT)
+        kill(pid, signal.SIGCONT)
     watched.says("/healthz", 200)
 
 
