@@ -13,6 +13,7 @@ BOOTSTRAP = _shown("bootstrap --bind 127.0.0.1:7400", "bootstrap --config pdlink
 SIDECAR = _shown("sidecar --socket /run/user/1000/pdlink.sock", "sidecar --config pdlink.yaml --backends ipc,nixl")
 BENCH_PLAN = _shown("bench plan", "bench plan --json")
 BENCH_CONTROL = _shown("bench control", "bench control --cp 4 --json")
+BENCH_SIDECAR = _shown("bench sidecar", "bench sidecar --device cuda --json")
 BENCH_TRANSFER = _shown("bench transfer --backend ipc", "bench transfer --backend nixl --plot rates.png")
 BENCH_DIGEST = _shown("bench digest", "bench digest --json")
 BENCH_READ = _shown("bench read", "bench read --json")

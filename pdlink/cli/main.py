@@ -23,6 +23,7 @@ from pdlink.cli import (
     bench_digest,
     bench_plan,
     bench_pool,
+    bench_sidecar,
     bench_transfer,
     bootstrap,
     config,
@@ -74,6 +75,7 @@ app.command("ping", epilog=ping.EXAMPLES)(ping.ping)
 app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 bench.command("plan", epilog=examples.BENCH_PLAN)(bench_plan.bench_plan)
 bench.command("control", epilog=examples.BENCH_CONTROL)(bench_control.bench_control)
+bench.command("sidecar", epilog=examples.BENCH_SIDECAR)(bench_sidecar.bench_sidecar)
 bench.command("transfer", epilog=examples.BENCH_TRANSFER)(bench_transfer.bench_transfer)
 bench.command("digest", epilog=examples.BENCH_DIGEST)(bench_digest.bench_digest)
 bench.command("read", epilog=examples.BENCH_READ)(bench_pool.bench_read)
