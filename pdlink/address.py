@@ -65,11 +65,6 @@ def parse_address(text: str, default_port: int | None = None) -> Address:
     return Address(host, int(port_text))
 
 
-def parse_addresses(text: str, default_port: int | None = None) -> tuple[Address, ...]:
-    """Parse a comma-separated list; an empty list or an empty item is an `AddressError`."""
-    return tuple(parse_address(item, default_port) for item in text.split(","))
-
-
 def advertised(bound: Address, advertise_host: str | None) -> Address:
     """The address that peers are told for a socket bound at `bound`.
 

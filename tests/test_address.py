@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.address import Address, advertised, parse_address, parse_addresses
+from pdlink.address import Address, advertised, parse_address
 from pdlink.errors import AddressError
 
 
@@ -75,12 +75,6 @@ def test_any_text_is_an_address_or_an_address_error(text):
     except AddressError:
         return
     assert parse_address(str(address)) == address
-
-
-def test_a_list_of_addresses_is_read_in_order_and_an_empty_item_is_refused():
-    assert parse_addresses("a:1,[::1]:2") == (Address("a", 1), Address("::1", 2))
-    with pytest.raises(AddressError, match="has no host"):
-        parse_addresses("a:1,,b:2")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0:0:0:0:0:0:0:0"])

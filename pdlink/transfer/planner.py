@@ -94,11 +94,6 @@ class PullPlanner:
         """Rows per page group."""
         return {name: plan.num_rows for name, plan in self.groups.items()}
 
-    def contributors(self) -> tuple[str, ...]:
-        """Worker ids that serve at least one row; the others are subscribed and released all the same."""
-        used = {int(number) for plan in self.groups.values() for number in plan.owner}
-        return tuple(worker_id for number, worker_id in enumerate(self.worker_ids) if number in used)
-
     def rows(self, worker_id: str, group: str, layers: Mapping[str, Sequence[int]] | None = None) -> Int64Array:
         """int64: rows of `group` that `worker_id` serves, only those of `layers` when given.
 
@@ -129,14 +124,6 @@ class PullPlanner:
     def parts_from(self, worker_id: str) -> Mapping[str, Part]:
         """What this side holds of components of which it takes no whole pages from a rank."""
         return self._parts_from[self.number(worker_id)]
-
-    @property
-    def converts(self) -> tuple[str, ...]:
-        """Components of which pages do not go whole."""
-        named = (
-            cell[0] for plan in self.groups.values() for cell, part in zip(plan.cells, plan.parts, strict=True) if part
-        )
-        return tuple(dict.fromkeys(named))
 
     def pull(
         self,

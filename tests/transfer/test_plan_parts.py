@@ -81,7 +81,7 @@ def test_a_plan_by_tokens_fills_each_page_by_turns(dcp, rank, first_page):
     check_batches(planner, batches, {"kv": ints(pages)}, {"kv": first_page})
     each = sum(one.page_bytes * len(one.layers) for one in MLA.components)
     assert sum(one.nbytes for one in batches) * dcp == each * positions
-    assert planner.converts == ("latent", "index_k")
+    assert set(planner.parts_from("w0")) == {"latent", "index_k"}
     with pytest.raises(PlanError, match="has no source"):
         check_batches(planner, [replace(batches[0], moves=batches[0].moves[1:])], {"kv": ints(pages)})
     with pytest.raises(PlanError):
@@ -108,10 +108,10 @@ def test_runs_of_a_row_that_go_elsewhere_are_refused():
 
 def test_whole_pages_are_planned_as_ever():
     planner = make_planner(gqa(2), 2, gqa(2), DecodeSizes(tp=2), 1)
-    assert planner.contributors() == ("w1",)
+    assert [len(planner.rows(one, "kv")) for one in planner.worker_ids] == [0, planner.num_rows["kv"]]
     assert planner.pulls_all_of("w1")
     assert not planner.pulls_all_of("w0")
-    assert planner.converts == ()
+    assert planner.parts_from("w1") == {}
     assert planner.groups["kv"].landing(planner.rows("w1", "kv")) is None
     assert planner.groups["kv"].starts is None
 
