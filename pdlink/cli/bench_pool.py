@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from pdlink.cli.pool_case import PoolCase
 
 RANK = "pdlink.cli.pool_rank"
-ROUND_TIMEOUT_S = 300.0
+ROUNDS_PER_WAIT = 4.0
+"""A round may be waited for as long as so many of its exchanges."""
 COLUMNS = ("reader", "ranks", "layers", "pool tokens", "live tokens", "chunk", "ms", "ratio", "quartiles", "MB a layer")
 
 
@@ -173,8 +174,9 @@ def _measure(case: PoolCase, step: Callable[[], None] = lambda: None) -> list[di
             stack.enter_context(Child(f"rank {rank}", RANK, [str(rank), folder, case.to_json()], environ))
             for rank in range(case.ranks)
         ]
-        picked = ranks[0].hear(ROUND_TIMEOUT_S)
-        while (heard := ranks[0].hear(ROUND_TIMEOUT_S)) != "done":
+        limit_s = ROUNDS_PER_WAIT * case.wait_s
+        picked = ranks[0].hear(limit_s)
+        while (heard := ranks[0].hear(limit_s)) != "done":
             reader, ms, nbytes = heard
             taken[reader].append(ms)
             moved[reader] = nbytes

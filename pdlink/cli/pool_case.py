@@ -18,6 +18,8 @@ PAGE_SIZE = 64
 LATENT_BYTES = 656
 INDEX_BYTES = 132
 MIN_ROUNDS = 7
+LEAST_WAIT_S, WAIT_PER_RANK_S = 60.0, 10.0
+"""How long ranks wait for each other: where they are more than cores, they start, and compute, one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,11 @@ class PoolCase:
     @property
     def product_width(self) -> int:
         return self.width or WIDTHS[self.device]
+
+    @property
+    def wait_s(self) -> float:
+        """How long a rank waits for the others, when all start and in each exchange."""
+        return LEAST_WAIT_S + WAIT_PER_RANK_S * self.ranks
 
     @property
     def baseline(self) -> str:

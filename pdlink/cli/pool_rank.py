@@ -33,7 +33,6 @@ from pdlink.memory.reader_choice import choose_reader
 from pdlink.memory.sharded_pool import LayerShardedPool, ReadSpan
 from pdlink.testing.parent import Parent
 
-WAIT_S = 60.0
 KEY_BYTES = 128
 
 
@@ -158,7 +157,7 @@ class Bench:
         if reader != "none":
             maker: type[BroadcastReader | PeerReader] = PeerReader if reader == "peer" else BroadcastReader
             owners = ShardOwners.of(self.layout, plan, self.place)
-            made = maker.open(owners, range(self.case.ranks), timeout_s=WAIT_S)
+            made = maker.open(owners, range(self.case.ranks), timeout_s=self.case.wait_s)
             self._close.append(made.close)
         pool = LayerShardedPool(
             self.layout,
@@ -214,7 +213,7 @@ def meet() -> None:
 
 def pick(bench: Bench) -> str:
     """What a pool would choose here, and why. Collective."""
-    communicator = GroupCommunicator(range(bench.case.ranks), timeout_s=WAIT_S)
+    communicator = GroupCommunicator(range(bench.case.ranks), timeout_s=bench.case.wait_s)
     try:
         facts = exchange_facts(communicator, bench.pool_device)
     finally:
@@ -235,7 +234,7 @@ def main() -> None:
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=case.ranks,
-        timeout=timedelta(seconds=WAIT_S),
+        timeout=timedelta(seconds=case.wait_s),
     )
     bench = Bench(case, rank)
     try:

@@ -105,3 +105,21 @@ def test_every_reader_has_a_row(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert all("share one host" in row["picked"] for row in rows)
     assert all(row["ms"] > 0 and row["ratio"] > 0 for row in rows)
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ranks_wait_the_longer_for_each_other_the_more_they_are() -> None:
+    few, many = (PoolCase(False, READERS, ranks, 2, 64, 256, 0, 0, 1) for ranks in (2, 8))
+    assert many.wait_s - few.wait_s == 60.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_eight_ranks_split_layers_unevenly(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks", "8", "--layers", "10", "--live-tokens", "100", "--pool-tokens", "256", "--rounds", "1"]
+    loop = ["--chunk-tokens", "30", "--products", "1", "--width", "32", "--ahead"]
+    assert main(["bench", "loop", *sizes, *loop, "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
+    moved = {row["reader"]: row["bytes_moved"] for row in rows}
+    assert (moved["none"], moved["whole-pool"], moved["peer"]) == (0, 256 * 788, 100 * 788)
+    assert 128 * 788 < moved["broadcast"] < 128 * 788 + 512
+    assert {row["ranks"] for row in rows} == {8}
