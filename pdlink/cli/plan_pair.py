@@ -128,13 +128,28 @@ def _refusals(error: Exception) -> list[dict[str, str]]:
 def _refused(error: Exception, sizes: ParallelSizes, taken: DecodeSizes) -> InvalidInput:
     """The error that ends the command: every difference once, with both values and what to change."""
     if isinstance(error, IncompatibleError):
-        fixes = dict.fromkeys(one.fix for one in error.mismatches if one.fix)
-        differences = "; ".join(Mismatch(one.field, one.prefill, one.decode).text for one in error.mismatches[:3])
-        more = f" (+{len(error.mismatches) - 3} more)" if len(error.mismatches) > 3 else ""
+        causes = _causes(error.mismatches)
+        fixes = dict.fromkeys(one.fix for one in causes if one.fix)
+        differences = "; ".join(Mismatch(one.field, one.prefill, one.decode).text for one in causes[:3])
+        more = f" (+{len(causes) - 3} more)" if len(causes) > 3 else ""
         text = f"{differences}{more}; {next(iter(fixes), '')}".rstrip("; ")
     else:
         text = str(error)
     return InvalidInput(f"prefill {_short(sizes)} and decode {_short(taken)} cannot be paired: {text}")
+
+
+def _causes(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
+    """Without what follows from another: pages of other sizes or dtypes have other bytes and fields."""
+    names = {one.field for one in mismatches}
+    found = []
+    for one in mismatches:
+        component, _, what = one.field.rpartition(".")
+        follows = what in ("page_bytes", "fields") and not names.isdisjoint(
+            {f"{component}.page_size", f"{component}.dtype"}
+        )
+        if not follows:
+            found.append(one)
+    return found
 
 
 def _as_json(table: PairTable) -> dict[str, Any]:

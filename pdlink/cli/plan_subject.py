@@ -68,7 +68,7 @@ class Figures:
         shape = model_shape(name)
         if self.dtype not in (None, shape.dtype):
             raise InvalidInput(f"--dtype {self.dtype} is not what {name} runs in here; it is {shape.dtype}")
-        kept = heads_of(shape.kv_heads, tp, rank, f"{name} has") if shape.kv_heads else None
+        kept = heads_of(shape.kv_heads, tp, rank, f"{name}: KV heads") if shape.kv_heads else None
         return Subject(name, name, shape.layout(self.page_size, kept))
 
     def _described(self, tp: int, rank: int) -> Subject:

@@ -129,6 +129,8 @@ def test_heads_are_spread_over_tp_ranks_and_kept_whole_past_their_number(capsys:
     assert sizes == {1: whole, 2: whole // 2, 8: whole // 4}
     uneven = plan(capsys, *options, "--cp", "1", "--tp", "3")
     assert [one["owned_bytes"] for one in uneven["ranks"]] == [whole // 2, whole // 4, whole // 4]
+    assert main(["plan", *options, "--cp", "1", "--tp", "3"]) == 0
+    assert "have a head more than the others" in " ".join(capsys.readouterr().out.split())
 
 
 def test_reference_models_are_planned_as_they_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,6 +125,13 @@ def test_two_instances_that_do_not_fit_are_refused_with_the_reason(
     assert reasons
 
 
+def test_what_follows_from_another_difference_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--prefill", "cp2", "--decode", "tp2", "--decode-page-size", "32"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "latent.page_size is 64 on prefill and 32 on decode; start both servers with the same page size" in said
+    assert "page_bytes" not in said
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
