@@ -75,7 +75,8 @@ class DeviceCopier(Copier):
         The caller vouches for the addresses, that nobody writes the source meanwhile or that it notices, and that
         nobody reads or writes the destination before this is over.
         """
-        return Copying([self._launch(self._fill(piece)) for piece in _pieces(batch)])
+        with on_device(self.device):  # once, for what is called below
+            return Copying([self._launch(self._fill(piece)) for piece in _pieces(batch)])
 
     def prepare(self, batch: PullBatch) -> Prepared:
         """As the base says: what the kernels read is on the device already when it is started, while tables last."""

@@ -14,8 +14,10 @@ from pdlink.transfer.descriptors import GroupMove, Int64Array, PullBatch
 
 MAX_BYTES = 64 << 20
 MAX_DESCRIPTORS = 16_384
-MAX_DEVICE_BYTES = 256 << 20
-"""Between CUDA devices: as long on the wire as the above between hosts, or shorter."""
+MAX_DEVICE_BYTES, MAX_DEVICE_DESCRIPTORS = 256 << 20, 1024
+"""Between CUDA devices: as long on the wire as the above between hosts, or shorter; and as many copies as the driver
+queues without making their poster wait. Two H200 move scattered pages of 41,984 B at 10.9 GB/s so, and in longer posts
+at 8.5 to 9.7."""
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -58,27 +60,30 @@ def _between(
     move: GroupMove, own: RegionTable, theirs: RegionTable, own_memory: MemoryKind, their_memory: MemoryKind
 ) -> Iterator[Indexed | Plain]:
     layers = move.layers
-    most = MAX_DEVICE_BYTES if own_memory is their_memory is MemoryKind.CUDA else MAX_BYTES
+    most, most_rows = MAX_BYTES, MAX_DESCRIPTORS
+    if own_memory is their_memory is MemoryKind.CUDA:
+        merged = move.runs.num_pages * layers.num_layers // max(1, move.num_descriptors)  # by nixl, of each such copy
+        most, most_rows = MAX_DEVICE_BYTES, min(MAX_DESCRIPTORS, MAX_DEVICE_DESCRIPTORS * max(1, merged))
     to = own.find(layers.destination_base, layers.destination_stride, layers.page_bytes)
     at = theirs.find(layers.source_base, layers.source_stride, layers.page_bytes)
     whole = (to >= 0) & (at >= 0)
     if bool(np.any(whole)):
         firsts = (own.first[to[whole]], theirs.first[at[whole]])
-        for to_pages, at_pages in _indexed(move, *firsts, layers.page_bytes[whole], most):
+        for to_pages, at_pages in _indexed(move, *firsts, layers.page_bytes[whole], most, most_rows):
             yield Indexed(to_pages, at_pages, own_memory, their_memory)
     if not bool(np.all(whole)):
         rest = GroupMove(move.group, move.runs, layers.take(np.flatnonzero(~whole)))
-        for piece in PullBatch("", (rest,)).expand(MAX_DESCRIPTORS):
+        for piece in PullBatch("", (rest,)).expand(most_rows):
             for part in _parts(piece.nbytes, most):
                 to_rows = _rows(piece.destination[part], piece.nbytes[part], own)
                 yield Plain(to_rows, _rows(piece.source[part], piece.nbytes[part], theirs), own_memory, their_memory)
 
 
 def _indexed(
-    move: GroupMove, own: Int64Array, theirs: Int64Array, page_bytes: Int64Array, most: int
+    move: GroupMove, own: Int64Array, theirs: Int64Array, page_bytes: Int64Array, most: int, most_rows: int
 ) -> Iterator[tuple[Int32Array, Int32Array]]:
     source, destination = move.runs.source_pages(), move.runs.destination_pages()
-    at_once = int(max(1, min(MAX_DESCRIPTORS, most // int(page_bytes.max()))))
+    at_once = int(max(1, min(most_rows, most // int(page_bytes.max()))))
     num_layers = max(1, at_once // max(1, len(source)))
     for layer in range(0, len(own), num_layers):
         some = slice(layer, layer + num_layers)

@@ -122,9 +122,9 @@ class JobWire:
         with self._on_the_clock(handle):
             return self._look(handle)
 
-    def nap(self) -> None:
+    def nap(self, nap_s: float = IDLE_SLEEP_S) -> None:
         if not self.backend.capabilities.works_in_poll:
-            time.sleep(IDLE_SLEEP_S)
+            time.sleep(nap_s)
 
     def finish(self, handle: PullHandle) -> Failure | None:
         """Wait for the end of a posted pull; it is quiet then, also when this raises."""

@@ -49,8 +49,8 @@ class Wire(Protocol):
     def look(self, handle: PullHandle) -> PullStatus | Failure:
         """Advance a pull: PENDING, DONE, or what went wrong. Unless PENDING it is quiet then, also when this raises."""
 
-    def nap(self) -> None:
-        """Let a moment pass, where looking again at once could not help."""
+    def nap(self, nap_s: float) -> None:
+        """Let so much time pass, where looking again at once could not help."""
 
     def finish(self, handle: PullHandle) -> Outcome:
         """Wait for the end of a pull; it is quiet then, also when this raises."""
@@ -340,7 +340,7 @@ class StagedPull:
         began = time.perf_counter()
         waited = [one.ticket for one in self._asked if one.answer is None]
         if any(one.handle for one in self._asked):
-            self._wire.nap()
+            self._wire.nap(self._link.pace.nap_s)
             self._timings.wire_s += time.perf_counter() - began
         elif copying := next((one.copying for one in self._asked if one.copying), None):
             if waited:

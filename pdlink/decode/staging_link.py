@@ -30,13 +30,15 @@ class Pace:
     """How a pull is cut and how far ahead it asks.
 
     `depth` is how many slots it holds at most, on either side; `num_pieces` into about how many pieces it is cut where
-    they fit a slot, none of fewer than `least_bytes`. `num_posted` is how many of its pieces are on the wire at most.
+    they fit a slot, none of fewer than `least_bytes`. `num_posted` is how many of its pieces are on the wire at most;
+    while they are, `nap_s` passes between two looks.
     """
 
     depth: int
     num_pieces: int
     least_bytes: int
     num_posted: int = 2
+    nap_s: float = 50e-6
 
     def piece_bytes(self, page_bytes: Int64Array, num_pages: int, slot_bytes: int) -> int:
         """What a piece of rows (int64 [n] of page bytes) x `num_pages` may have, in slots of `slot_bytes`."""
@@ -53,7 +55,7 @@ PACES = {
     MemoryKind.HOST: Pace(2, 4, 1 << 20),
     # What a piece costs beside its bytes takes as long as some 30 MB between two devices. Their copies follow each
     # other without this process: whatever is packed waits there, all of it over within milliseconds.
-    MemoryKind.CUDA: Pace(4, 4, 32 << 20, 4),
+    MemoryKind.CUDA: Pace(4, 4, 32 << 20, 4, 10e-6),
 }
 
 

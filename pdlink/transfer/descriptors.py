@@ -37,13 +37,18 @@ class PageRuns:
     def num_pages(self) -> int:
         return int(self.count.sum())
 
+    @cached_property
+    def is_scattered(self) -> bool:
+        """Whether every page is a run of its own."""
+        return self.num_pages == self.num_runs and bool(np.all(self.count == 1))
+
     def destination_pages(self) -> Int64Array:
-        """int64 [num_pages], in run order."""
-        return _spread(self.destination, self.count)
+        """int64 [num_pages], in run order. Not to be written to."""
+        return self.destination if self.is_scattered else _spread(self.destination, self.count)
 
     def source_pages(self) -> Int64Array:
-        """int64 [num_pages], in run order."""
-        return _spread(self.source, self.count)
+        """int64 [num_pages], in run order. Not to be written to."""
+        return self.source if self.is_scattered else _spread(self.source, self.count)
 
     def split(self) -> PageRuns:
         """The same pairs as runs of one page each."""
@@ -181,12 +186,9 @@ def pair_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageR
 
 
 def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
-    """first[i], first[i] + 1, ... count[i] of them, for each i. Not to be written to."""
-    total = int(count.sum())
-    if total == len(first) and bool(np.all(count == 1)):  # scattered pages, each a run of its own
-        return first
+    """first[i], first[i] + 1, ... count[i] of them, for each i."""
     before = np.repeat(np.cumsum(count) - count, count)
-    return np.repeat(first, count) + np.arange(total, dtype=np.int64) - before
+    return np.repeat(first, count) + np.arange(len(before), dtype=np.int64) - before
 
 
 def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:

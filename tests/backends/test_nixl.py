@@ -16,7 +16,7 @@ from pdlink.backends.nixl_engine import translate
 from pdlink.backends.nixl_pieces import Indexed, pieces
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout import MemoryKind, Region
-from pdlink.transfer.descriptors import GroupMove, LayerTable, PageRuns, PullBatch
+from pdlink.transfer.descriptors import GroupMove, LayerTable, PageRuns, PullBatch, pair_pages
 from tests import processes
 from tests.transfer.values import Pair, make_layout
 
@@ -157,6 +157,22 @@ def rows_of(batch):
     for plain in batch.expand():
         rows += zip(plain.source.tolist(), plain.destination.tolist(), plain.nbytes.tolist(), strict=True)
     return rows
+
+
+@pytest.mark.parametrize(("step", "largest"), [(2, nixl_pieces.MAX_DEVICE_DESCRIPTORS), (1, 2 * 4096)])
+def test_scattered_pages_between_devices_are_posted_as_the_driver_queues_them(step, largest):
+    own, theirs = (
+        RegionTable.of([region(1 << (30 + layer), 8192, memory=MemoryKind.CUDA, device=one) for layer in (0, 1)])
+        for one in (0, 1)
+    )
+    at = np.arange(0, 4096 * step, step, dtype=np.int64)
+    base, size = own.base, np.full(2, 64)
+    table = LayerTable(np.arange(2), base, size, base, size, size)
+    lengths = [
+        len(one.own) for one in pieces(PullBatch("w", (GroupMove("kv", pair_pages(at, at), table),)), own, theirs)
+    ]
+    assert sum(lengths) == 2 * 4096
+    assert max(lengths) == largest
 
 
 @pytest.mark.parametrize("short", [0, 4], ids=["whole pages", "parts of pages"])

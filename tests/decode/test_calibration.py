@@ -35,7 +35,7 @@ class ClockedWire:
         self.now_s += self.cost.seconds(handle.batch.num_descriptors, handle.batch.nbytes)
         return PullStatus.DONE
 
-    def nap(self) -> None:
+    def nap(self, nap_s: float) -> None:
         raise AssertionError("a pull that is over is not waited for")
 
     def finish(self, handle: PullHandle) -> Failure | None:

@@ -186,7 +186,7 @@ class World:
         HostCopier().copy(handle.batch, lambda: False)
         return PullStatus.DONE
 
-    def nap(self) -> None:
+    def nap(self, nap_s: float) -> None:
         self.waits.append((self.num_asked, len(self.asked) + len(self.granted)))
         self.pack_some()
 
