@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from pdlink.backends import cuda_copy, cuda_driver
+from pdlink.backends.cuda_copy import NUM_ARGUMENTS
 from pdlink.backends.cuda_kernels import CHUNK_BYTES, WORD_BYTES
 from pdlink.backends.shm import Segment
 
@@ -208,7 +209,8 @@ class PretendDriver(ModuleType):
         return OK
 
     def cuLaunchKernel(self, word: int, *rest: Any) -> Any:
-        grid, stream, (values, _) = rest[0], rest[7], rest[8]
+        grid, stream, pointers = rest[0], rest[7], (ctypes.c_int64 * NUM_ARGUMENTS).from_address(rest[8])
+        values = [ctypes.c_int64.from_address(one).value for one in pointers]
         assert 1 <= grid <= 4
         self.num_kernels += 1
         stream.launch(lambda: _gather(word, *values))

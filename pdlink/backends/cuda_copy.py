@@ -31,7 +31,8 @@ KEPT_TABLES = 4
 TABLE_BYTES = 1 << 20
 """What one launch may read of page pairs and layers: room for about 65,000 pairs. A larger move takes several."""
 
-_ARGUMENT_TYPES = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_longlong)
+NUM_ARGUMENTS = 5
+"""Of a kernel, 8 bytes each."""
 
 
 class Copying:
@@ -118,15 +119,15 @@ class DeviceCopier(Copier):
             except BaseException:  # or whoever comes when none is left would wait for it for ever
                 self._take_back(table)
                 raise
-        arguments = ((*places, len(layers), num_units), _ARGUMENT_TYPES)
-        return _Launch(table, self._kernels[template.word_bytes], min(num_units, self._num_blocks), arguments)
+        table.set_arguments(*places, len(layers), num_units)
+        return _Launch(table, self._kernels[template.word_bytes], min(num_units, self._num_blocks))
 
     def _launch(self, filled: _Launch) -> Mark:
         table = filled.table
         with self._lock, on_device(self.device):
             shape = (filled.num_blocks, 1, 1, NUM_THREADS, 1, 1, 0)
             try:
-                call("cuLaunchKernel", filled.kernel, *shape, self._stream.handle, filled.arguments, 0)
+                call("cuLaunchKernel", filled.kernel, *shape, self._stream.handle, table.arguments, 0)
                 table.mark = self._stream.mark()
             finally:
                 self._take_back(table)
@@ -148,7 +149,6 @@ class _Launch:
     table: _Table
     kernel: Any
     num_blocks: int
-    arguments: tuple[tuple[int, ...], tuple[Any, ...]]
 
 
 class _Filled:
@@ -170,7 +170,8 @@ class _Filled:
 
 
 class _Table:
-    """What one launch reads: page ids and layer rows, written here and copied to the device ahead of the kernel."""
+    """What one launch reads: page ids and layer rows, written here and copied to the device ahead of the kernel; and the
+    arguments of that."""
 
     def __init__(self, device: int) -> None:
         self.mark: Mark | None = None
@@ -180,6 +181,11 @@ class _Table:
         self._view: Int64Array = np.ctypeslib.as_array(
             (ctypes.c_int64 * (TABLE_BYTES // 8)).from_address(self._here.address)
         )
+        self._arguments = (ctypes.c_int64 * NUM_ARGUMENTS)()
+        first = ctypes.addressof(self._arguments)
+        self._pointers = (ctypes.c_void_p * NUM_ARGUMENTS)(*range(first, first + 8 * NUM_ARGUMENTS, 8))
+        self.arguments = ctypes.addressof(self._pointers)
+        """Where the driver, which reads them during the launch, finds pointers to them."""
 
     def fill(self, columns: tuple[Int64Array, ...], stream: Stream) -> tuple[int, ...]:
         """Copy the columns over, in the stream's order; returns where each lies on the device."""
@@ -190,6 +196,9 @@ class _Table:
         np.concatenate(columns, out=self._view[:at])
         call("cuMemcpyHtoDAsync", self._there.address, self._here.address, 8 * at, stream.handle)
         return tuple(places)
+
+    def set_arguments(self, *values: int) -> None:
+        self._arguments[:] = values
 
     def close(self) -> None:
         self._there.close()
