@@ -170,8 +170,8 @@ class _Filled:
 
 
 class _Table:
-    """What one launch reads: page ids and layer rows, written here and copied to the device ahead of the kernel; and the
-    arguments of that."""
+    """What one launch reads: page ids and layer rows, written here and copied to the device ahead of the kernel, whose
+    arguments lie here too."""
 
     def __init__(self, device: int) -> None:
         self.mark: Mark | None = None
