@@ -31,9 +31,9 @@ def sidecar(
 ) -> None:
     """Serve the engines of this node, a process for each, until Ctrl-C or SIGTERM.
 
-    An engine opens `pdlink.sidecar.connect(SOCKET)` where it would open a `Node`. Pools lie in host memory that the
-    engine allocates with `pdlink.memory.allocate`. Options go before PDLINK_* variables, and those before the file of
-    --config.
+    An engine opens `pdlink.sidecar.connect(SOCKET)` where it would open a `Node`. Pools lie in memory of the host or of
+    a GPU that the engine allocates with `pdlink.memory.allocate`. Options go before PDLINK_* variables, and those
+    before the file of --config.
     """
     import threading
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pdlink.address import parse_address
 from pdlink.backends.base import Backend
+from pdlink.backends.cuda_driver import gpu_name
 from pdlink.backends.cuda_imports import ImportedEvent
 from pdlink.bootstrap import error_wire
 from pdlink.bootstrap import wire as shared
@@ -257,8 +258,9 @@ class Session:
         if not is_free:
             raise InvalidInput(f"worker {worker} is attached already, or this session ends")
         if not is_here:
+            ours, theirs = (gpu_name(one.hex()) if one else "the host" for one in (self._gpu or b"", pool.gpu))
             raise InvalidInput(
-                "a process of a sidecar serves the pools of one GPU, or those of the host; ask for another"
+                f"this process serves pools of {ours}, and worker {worker}'s is of {theirs}; ask for another"
             )
         return pool
 
