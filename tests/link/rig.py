@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from pdlink.address import Address
 from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
+from pdlink.backends.wrapped import WrappedBackend
 from pdlink.bootstrap.server import BootstrapServer
 from pdlink.config import load_settings
 from pdlink.decode.links import PrefillInstance
@@ -21,7 +22,6 @@ from pdlink.decode.worker import DecodeWorker
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.layer_plan import LayerPlan, OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes
-from pdlink.layout.regions import Region
 from pdlink.prefill.sender import Sender
 from pdlink.prefill.worker import PrefillRank, PrefillWorker
 from pdlink.runtime.node import Node
@@ -168,16 +168,14 @@ def finished(receiver: Receiver) -> Receiver:
     return receiver
 
 
-class Gate(Backend):
+class Gate(WrappedBackend):
     """A backend whose pulls wait in `poll` until `open` is set; everything else is the inner one's.
 
     `settle` says NOT_QUIET until `quiet` is set, as a transport does that cannot take back what it posted.
     """
 
     def __init__(self, inner: Backend) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.capabilities = inner.capabilities
+        super().__init__(inner)
         self.open = threading.Event()
         self.quiet = threading.Event()
         self.quiet.set()
@@ -204,21 +202,3 @@ class Gate(Backend):
     def wait_held(self, num_pulls: int) -> None:
         for _ in range(num_pulls):
             assert self.held.acquire(timeout=DEADLINE_S), "a pull was not posted"
-
-    def register(self, region: Region) -> None:
-        self.inner.register(region)
-
-    def deregister(self, region: Region) -> None:
-        self.inner.deregister(region)
-
-    def endpoint(self) -> bytes:
-        return self.inner.endpoint()
-
-    def connect(self, peer: Peer) -> None:
-        self.inner.connect(peer)
-
-    def disconnect(self, peer: Peer) -> None:
-        self.inner.disconnect(peer)
-
-    def close(self) -> None:
-        self.inner.close()

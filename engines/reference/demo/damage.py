@@ -11,51 +11,23 @@ from dataclasses import replace
 
 import torch
 
-from pdlink.backends.base import Backend, Peer, PullHandle, PullStatus, Settled
-from pdlink.layout.regions import Region
+from pdlink.backends.base import Backend, PullHandle
+from pdlink.backends.wrapped import WrappedBackend
 from pdlink.memory.sharded_pool import LayerShardedPool
 from pdlink.transfer.descriptors import GroupMove, PullBatch
 
 Change = Callable[[PullBatch], PullBatch]
 
 
-class TamperedBackend(Backend):
+class TamperedBackend(WrappedBackend):
     """Another backend that moves something else than it was asked to, and reports success."""
 
     def __init__(self, inner: Backend, change: Change) -> None:
-        self.name, self.capabilities = inner.name, inner.capabilities
-        self._inner = inner
+        super().__init__(inner)
         self._change = change
 
-    def register(self, region: Region) -> None:
-        self._inner.register(region)
-
-    def deregister(self, region: Region) -> None:
-        self._inner.deregister(region)
-
-    def endpoint(self) -> bytes:
-        return self._inner.endpoint()
-
-    def connect(self, peer: Peer) -> None:
-        self._inner.connect(peer)
-
-    def disconnect(self, peer: Peer) -> None:
-        self._inner.disconnect(peer)
-
     def submit(self, batch: PullBatch) -> PullHandle:
-        return self._inner.submit(self._change(batch))
-
-    def poll(self, handle: PullHandle) -> PullStatus:
-        return self._inner.poll(handle)
-
-    def settle(self, handle: PullHandle) -> Settled:
-        return self._inner.settle(handle)
-
-    def fence(self, peer: Peer) -> tuple[str, ...]:
-        return self._inner.fence(peer)
-
-    def close(self) -> None:
-        self._inner.close()
+        return self.inner.submit(self._change(batch))
 
 
 def skip_owner(worker_id: str) -> Change:
