@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests import processes
+
 REPO = Path(__file__).resolve().parents[2]
 NAME = "pdlink-rig-test"
 NET = "172.30.92"
@@ -93,15 +95,9 @@ class Rig:
         return self.docker("exec", self._container(service), *command)
 
     def logs(self, service: str) -> str:
-        done = subprocess.run(
-            ["docker", "logs", "--tail=60", self._container(service)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=CALL_TIMEOUT_S,
-            check=False,
-        )
-        return done.stdout
+        command = ["docker", "logs", "--tail=60", self._container(service)]
+        done = processes.run(command, timeout_s=CALL_TIMEOUT_S, stderr=subprocess.STDOUT)
+        return str(done.stdout)
 
     def inspect(self, service: str, template: str) -> str:
         return self.docker("inspect", "-f", template, self._container(service)).strip()
@@ -156,6 +152,5 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
 
 
 def _run(command: list[str], env: dict[str, str]) -> str:
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=CALL_TIMEOUT_S, check=False)
-    assert done.returncode == 0, f"{command} exited {done.returncode}:\n{done.stdout}{done.stderr}"
-    return done.stdout
+    done = processes.run(command, env=env, timeout_s=CALL_TIMEOUT_S, check=True)
+    return str(done.stdout)

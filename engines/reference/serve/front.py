@@ -27,7 +27,7 @@ from pdlink.errors import ConfigError
 from pdlink_engines.reference.serve.attempts import Attempts, TryFailed
 from pdlink_engines.reference.serve.completions import Answer, CompletionRequest, error_body
 from pdlink_engines.reference.serve.front_metrics import FrontMetrics
-from pdlink_engines.reference.serve.http_thread import MAX_BODY_BYTES
+from pdlink_engines.reference.serve.http_thread import MAX_BODY_BYTES, SHUTDOWN_S
 
 log = logging.getLogger("pdlink_engines.serve")
 
@@ -314,7 +314,9 @@ async def _serve(options: FrontOptions) -> None:
     async with aiohttp.ClientSession(
         timeout=timeout, connector=connector, trust_env=False, read_bufsize=MAX_LINE_BYTES
     ) as session:
-        runner = web.AppRunner(Front(options, session).app(), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            Front(options, session).app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        )
         await runner.setup()
         try:
             await web.TCPSite(runner, address.host, address.port, reuse_address=True).start()

@@ -18,6 +18,8 @@ from pdlink.threads import SupervisedThread
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
+SHUTDOWN_S = 1.0
+"""For answers that are under way when the server ends: whoever waits for one has been told by then."""
 MAX_BODY_BYTES = 1 << 20
 MAX_ID_CHARS = 200
 MAX_PROMPT_CHARS = 200_000
@@ -72,7 +74,7 @@ class HttpThread:
             method, _, path = what.partition(" ")
             app.router.add_route(method, path, handler)
         # A caller that leaves is noticed: what it asked for is ended.
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._address.host, self._address.port, reuse_address=True).start()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from types import FrameType
 
 import torch.distributed as dist
 from aiohttp import web
@@ -55,7 +54,7 @@ class PrefillProcess:
 
     def run(self) -> int:
         """Serve until the group breaks (`keeper.AGAIN`) or SIGTERM (0)."""
-        signal.signal(signal.SIGTERM, lambda number, frame: self._end(number, frame))
+        signal.signal(signal.SIGTERM, lambda *_: self._over.set())
         options = self._options
         routes = {"POST /prefill": self._prefill} if options.is_leader else {}
         http = HttpThread(options.http_address, routes, lambda: self._unready)
@@ -100,9 +99,6 @@ class PrefillProcess:
         if leader:
             return leader.meet(options.group_timeout_s, is_over)
         return follow(options.leader_address, options.rank, options.cp, options.group_timeout_s, is_over)
-
-    def _end(self, number: int, frame: FrameType | None) -> None:
-        self._over.set()
 
     async def _prefill(self, request: web.Request) -> web.Response:
         try:
