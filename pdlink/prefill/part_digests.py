@@ -7,11 +7,14 @@ same. It sends nothing and knows no reader.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from pdlink.errors import LayoutError
 from pdlink.layout.page_slices import held_runs
 from pdlink.layout.parts import Part
+from pdlink.layout.regions import Region
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.publication import WHOLE_PAGES, Parts, Publication
 from pdlink.transfer.descriptors import Int64Array
@@ -19,6 +22,8 @@ from pdlink.transfer.digests import DigestKind, DigestTable, Runs, cells_in_orde
 from pdlink.transfer.failure import Failure, FailureReason
 
 FIX = "look for an engine that writes published pages"
+STEP_BYTES = 256 << 20
+"""Digested later between two looks whether that is still wanted: about a tenth of a second."""
 
 
 def taken_parts(rank: RankFacts, parts: Mapping[str, Part]) -> Parts:
@@ -48,23 +53,35 @@ def digest_parts(
 
 
 def digest_later(
-    rank: RankFacts, publication: Publication, every: list[Parts]
+    rank: RankFacts, publication: Publication, every: Sequence[Parts], stop: Callable[[], bool] = lambda: False
 ) -> tuple[dict[Parts, DigestTable], Failure | None]:
     """The digests of pages that were published before, by the parts of `every`, and what is wrong where the pages are
-    not what was published any more. Raises `BackendError`."""
+    not what was published any more. None at all once `stop` says so. Raises `BackendError`."""
     whole, layers, ids = publication.digests[WHOLE_PAGES], publication.layers, publication.page_ids
-    made = {parts: digest_parts(rank, layers, ids, parts, whole) for parts in every}
-    cells = cells_in_order(layers)
-    now = rank.digest(DigestKind(whole.kind), [rank.regions[cell] for cell in cells], ids)  # after what is vouched for
-    wrong = first_difference(now, whole.values)
-    if wrong is None:
-        return made, None
-    (component, layer), page = cells[wrong[0]], int(ids[wrong[1]])
+    regions = [rank.regions[cell] for cell in cells_in_order(layers)]
+    step = max(1, STEP_BYTES // sum(one.page_bytes for one in regions))
+    found = {parts: np.zeros_like(whole.values) for parts in every}
+    for first in range(0, len(ids), step):
+        if stop():
+            return {}, None
+        some = slice(first, first + step)
+        vouched = whole.part(range(len(regions)), some)
+        for parts, values in found.items():
+            values[:, some] = digest_parts(rank, layers, ids[some], parts, vouched).values
+        now = rank.digest(DigestKind(whole.kind), regions, ids[some])  # after what it is to vouch for
+        wrong = first_difference(now, vouched.values)
+        if wrong is not None:
+            digests = int(now[wrong]), int(vouched.values[wrong])
+            return {}, _changed(rank, whole.kind, regions[wrong[0]], int(ids[some][wrong[1]]), digests)
+    return {parts: DigestTable(whole.kind, values) for parts, values in found.items()}, None
+
+
+def _changed(rank: RankFacts, kind: str, region: Region, page: int, digests: tuple[int, int]) -> Failure:
     text = (
-        f"{component!r} layer {layer}, page {page} is not what was published any more, before a reader of parts of it "
-        f"has begun: {whole.kind} {int(now[wrong]):016x} now, {int(whole.values[wrong]):016x} then"
+        f"{region.component!r} layer {region.layer}, page {page} is not what was published any more, before a reader "
+        f"of parts of it has begun: {kind} {digests[0]:016x} now, {digests[1]:016x} then"
     )
-    return made, Failure(FailureReason.DIGEST, text, rank.worker_id, fix=FIX)
+    return Failure(FailureReason.DIGEST, text, rank.worker_id, fix=FIX)
 
 
 def _runs(rank: RankFacts, name: str, wanted: Part) -> Runs:

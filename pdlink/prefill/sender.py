@@ -421,7 +421,7 @@ class Sender:
             if found is None:
                 return
             try:
-                made, wrong = digest_later(self._rank, *found)
+                made, wrong = digest_later(self._rank, *found, lambda: self._state.now.is_final)
             except BackendError as error:
                 self._fail_digests(error)
                 return

@@ -9,10 +9,10 @@ sides do not hold the same, each digests what both have of a page, in the order 
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -63,8 +63,9 @@ which of them, int64 [k]. Rows are valid until the next are asked for."""
 
 Runs: TypeAlias = tuple[Int64Array, Int64Array]
 """(offsets, sizes) in bytes, int64 [n] each: what is packed of a page, in this order."""
-PACKED_BYTES = 1 << 20
+PACKED_BYTES = 1 << 18
 """Of pages that are packed on the host at a time, where one page has no more."""
+_KEPT_RUNS = 256
 
 
 class Digester(Protocol):
@@ -116,23 +117,42 @@ def _made(kind: DigestKind, rows: Bytes, ids: Int64Array, runs: Runs | None) -> 
     if runs is None:
         return _MAKERS[kind](rows, ids)
     found = np.zeros(len(ids), dtype=np.uint64)
-    step = max(1, PACKED_BYTES // max(1, int(runs[1].sum())))
+    step = max(1, PACKED_BYTES // int(runs[1].sum()))
+    buffer = np.empty((min(step, len(ids)), int(runs[1].sum())), dtype=np.uint8)  # once: new memory is slow to touch
+    every = np.arange(len(buffer), dtype=np.int64)
     for first in range(0, len(ids), step):
-        packed = packed_rows(rows, ids[first : first + step], runs)
-        found[first : first + step] = _MAKERS[kind](packed, np.arange(len(packed), dtype=np.int64))
+        some = ids[first : first + step]
+        pack_rows(rows, some, runs, buffer)
+        found[first : first + step] = _MAKERS[kind](buffer, every[: len(some)])
     return found
 
 
-def packed_rows(rows: Bytes, ids: Int64Array, runs: Runs) -> Bytes:
-    """uint8 [len(ids), packed bytes]: these rows, packed."""
-    offsets, sizes = runs
-    word = math.gcd(8, *offsets.tolist(), *sizes.tolist())
-    counts = sizes // word
-    before = np.cumsum(counts) - counts
-    columns = np.repeat(offsets // word - before, counts) + np.arange(int(counts.sum()), dtype=np.int64)
-    words = rows[:, : rows.shape[1] // word * word].view(f"<u{word}")[ids]
-    packed: Bytes = np.take(words, columns, axis=1).view(np.uint8)
-    return packed
+def pack_rows(rows: Bytes, ids: Int64Array, runs: Runs, packed: Bytes) -> None:
+    """These rows, packed, into the first rows of `packed`: uint8 [at least len(ids), packed bytes]."""
+    at = 0
+    for offset, spacing, nbytes, count in _evenly_spaced(runs[0].tobytes(), runs[1].tobytes()):
+        strides = (rows.strides[0], spacing, 1)
+        there = np.lib.stride_tricks.as_strided(rows[:, offset:], (len(rows), count, nbytes), strides)
+        here = packed[:, at : at + count * nbytes].reshape(len(packed), count, nbytes)
+        for number, one in enumerate(ids.tolist()):
+            here[number] = there[one]
+        at += count * nbytes
+
+
+@lru_cache(_KEPT_RUNS)
+def _evenly_spaced(offsets: bytes, sizes: bytes) -> list[tuple[int, int, int, int]]:
+    """The runs as few rows of runs of one size that lie equally far apart: (offset, distance, bytes of each, count).
+    Those of a token's heads, or of every so manyth token, are one row in each field."""
+    found: list[tuple[int, int, int, int]] = []
+    for offset, nbytes in zip(*(np.frombuffer(one, dtype=np.int64).tolist() for one in (offsets, sizes)), strict=True):
+        if found:
+            first, spacing, size, count = found[-1]
+            distance = offset - first - (count - 1) * spacing
+            if size == nbytes and (count == 1 or distance == spacing):
+                found[-1] = (first, distance, size, count + 1)
+                continue
+        found.append((offset, 0, nbytes, 1))
+    return found
 
 
 def _xxh3_64(rows: Bytes, ids: Int64Array) -> Digests:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from pdlink.layout import CacheLayout, Part, ReaderSet, Region
 from pdlink.layout.components import heads, latent
 from pdlink.layout.page_slices import held_runs
 from pdlink.layout.parts import WHOLE
+from pdlink.prefill import part_digests
 from pdlink.prefill.chunk import RankFacts
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.digests import DigestKind, Digests, Runs, page_digests
@@ -46,6 +47,7 @@ class Memory:
         self.asked: list[bool] = []
         """Whether each call was of packed pages."""
         self.error: BackendError | None = None
+        self.on_digest: Callable[[], None] | None = None
 
     @staticmethod
     def _page_rows(nbytes: int, layer: int) -> np.ndarray:
@@ -63,6 +65,8 @@ class Memory:
         if self.error:
             raise self.error
         self.asked.append(bool(runs))
+        if self.on_digest:
+            self.on_digest()
         return page_digests(kind, regions, pages, runs=runs)
 
     def wanted(self, parts: dict[str, Part], pages: Sequence[int]) -> np.ndarray:
@@ -171,6 +175,25 @@ def test_what_was_written_before_a_reader_of_parts_came_fails_the_request(rank: 
     assert rig.sender.failure
     assert rig.sender.failure.reason is FailureReason.DIGEST
     assert "'k' layer 1, page 3 is not what was published" in rig.sender.failure.text
+
+
+def test_many_pages_are_digested_in_steps_and_no_further_than_they_are_wanted(
+    rank: RankFacts, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part_digests, "STEP_BYTES", 1)  # a page at a time
+    rig = Rig(rank)
+    rig.sender.publish(PAGES, last=True)
+    ask(rig, 1, HIGH, PAIR[0])
+    memory.asked.clear()
+    assert not rig.sender.look_ready()
+    assert memory.asked == [True, False] * len(PAGES)
+    assert np.array_equal(told(rig, 1), memory.wanted(HIGH, PAGES))
+    memory.on_digest = rig.sender.abort
+    ask(rig, 2, LOW, PAIR[1])
+    memory.asked.clear()
+    assert not rig.sender.look_ready()
+    assert memory.asked == [True, False]
+    assert rig.take(Ready) == []
 
 
 def test_a_request_that_ends_meanwhile_tells_nobody(rank: RankFacts) -> None:
