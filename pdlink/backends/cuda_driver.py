@@ -225,6 +225,15 @@ def find_device(uuid: str) -> int | None:
     return next((one for one in range(num_devices()) if device_uuid(one) == uuid), None)
 
 
+_OWN_BLOCKS: set[int] = set()
+"""Where the blocks of this process begin that `DeviceBlock` has made."""
+
+
+def is_own_block(start: int) -> bool:
+    """Whether the allocation that begins at `start` is a `DeviceBlock` of this process, so that nobody else uses it."""
+    return start in _OWN_BLOCKS
+
+
 class DeviceBlock:
     """`nbytes` bytes of device memory that other processes can map, not cleared. `close` twice is fine.
 
@@ -240,10 +249,12 @@ class DeviceBlock:
         except BackendError as error:
             raise BackendUnavailable(f"device {device} has no {nbytes} bytes to spare: {error}") from error
         self._closed = False
+        _OWN_BLOCKS.add(self.address)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
+            _OWN_BLOCKS.discard(self.address)
             with on_device(self.device):
                 call("cuMemFree", self.address)
 

@@ -1,4 +1,7 @@
-"""Owns `pdlink bench sidecar`: what a link beside an engine takes from it, in memory and in the time of its steps."""
+"""Owns `pdlink bench sidecar`: what a link beside an engine takes from it, in memory and in the time of its steps.
+
+What it measures, and figures: `bench_sidecar.md`.
+"""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ PAGE_SIZE, BYTES_PER_TOKEN = 64, 656
 NUM_LIVE = 2
 """Requests that are published and not yet released."""
 REGISTER_TIMEOUT_S = 60.0
+DRAIN_TIMEOUT_S = 5.0
 WARM_STEPS = 20
 
 
@@ -95,10 +96,17 @@ class Engine:
             ended = time.perf_counter()
             taken.append((ended - began) * 1e3)
             began = ended
+        self._drain()
+        return taken
+
+    def _drain(self) -> None:
+        """Not measured: let readers have what was published."""
+        give_up = time.monotonic() + DRAIN_TIMEOUT_S
+        while time.monotonic() < give_up and not all(one.poll().is_final for one in self._live):
+            time.sleep(1e-3)
         for one in self._live:
             one.abort("the measurement has ended")
         self._live.clear()
-        return taken
 
     def _serve(self, event: Any) -> None:
         self._live = [one for one in self._live if not one.poll().is_final]

@@ -17,7 +17,10 @@ from pdlink.layout.regions import MemoryKind, Region
 
 UUID_BYTES = 16
 ROUNDING_BYTES = 2 << 20
-"""What an allocator may add to the end of a block of one tensor: PyTorch's rounds large ones up to a multiple of it."""
+"""PyTorch's allocator rounds the block of a large tensor up to a multiple of it, and puts small ones into such blocks.
+"""
+SMALL_ROUNDING_BYTES = 512
+"""Of the tensors in such a block."""
 ALLOCATE = "allocate the pool with pdlink.memory.allocate(nbytes, device)"
 
 
@@ -76,7 +79,8 @@ def show(regions: Iterable[Region]) -> Shown:
                 blocks[key] = DeviceBlock(uuid, facts.start, facts.stop - facts.start, handle)
             inside.setdefault(key, (facts, []))[1].append(one)
         for facts, lying in inside.values():
-            check_dedicated(facts, lying)
+            if not cuda_driver.is_own_block(facts.start):
+                check_dedicated(facts, lying)
     except BaseException:
         Shown(descriptors=tuple(descriptors)).close()
         raise
@@ -122,7 +126,8 @@ def check_dedicated(facts: PointerFacts, regions: Sequence[Region]) -> None:
     first = min(regions, key=lambda one: one.base_address)
     before = first.base_address - facts.start
     after = facts.stop - max(one.end_address for one in regions)
-    if before or after >= ROUNDING_BYTES:
+    is_small = facts.stop - facts.start == ROUNDING_BYTES
+    if before or after >= (SMALL_ROUNDING_BYTES if is_small else ROUNDING_BYTES):
         raise RegionError(
             f"{named(first)} lies in a block of {facts.stop - facts.start} bytes with {before} bytes before the pool's "
             f"pages and {after} after them, and CUDA IPC would show those to the sidecar as well: give the pool "

@@ -103,11 +103,19 @@ class SidecarSender:
             if self._said_last:
                 raise StateError(f"transfer {self.transfer_id!r} was published to its end already")
             self._said_last = last
-            if not self._waiting and self._may_say(message, ready):
-                self._stream.send(pb.EngineMessage(publish=message))
-                return
-            self._waiting.append((message, ready))
-        self._watch(self)
+            try:
+                if not self._waiting and self._may_say(message, ready):
+                    self._stream.send(pb.EngineMessage(publish=message))
+                    return
+            except Exception as error:  # noqa: BLE001 - the engine's own object; whatever it raises is why
+                broken = f"the device event of a publication could not be asked: {type(error).__name__}: {error}"
+            else:
+                broken = ""
+                self._waiting.append((message, ready))
+        if broken:
+            self.abort(broken)
+        else:
+            self._watch(self)
 
     def withdraw(self, page_ids: Iterable[int], *, group: str = "kv") -> None:
         """As `Sender.withdraw`; waits for the sidecar's answer."""

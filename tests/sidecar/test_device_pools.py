@@ -181,6 +181,10 @@ def test_a_block_that_holds_more_than_the_pool_is_refused_with_both_sizes() -> N
     pages = (8 << 20) // PAGE
     check_dedicated(facts, [region(start, pages)])
     check_dedicated(facts, [region(start + PAGE, 10), region(start, pages - ROUNDING_BYTES // PAGE + 1)])
+    small = PointerFacts(start, start + ROUNDING_BYTES, has_ipc_handle=True)
+    check_dedicated(small, [region(start, ROUNDING_BYTES // PAGE)])
+    with pytest.raises(RegionError, match=rf"block of {ROUNDING_BYTES} bytes with 0 bytes before .* and {PAGE} after"):
+        check_dedicated(small, [region(start, ROUNDING_BYTES // PAGE - 1)])
     for first, count, says in (
         (start + PAGE, pages - 1, f"{PAGE} bytes before the pool's pages and 0 after"),
         (start, pages - ROUNDING_BYTES // PAGE, f"0 bytes before the pool's pages and {ROUNDING_BYTES} after"),

@@ -151,6 +151,18 @@ def test_nobody_hears_of_a_page_before_its_device_event(link: Link) -> None:
     receiver.wait(PATIENCE_S)
 
 
+def test_a_device_event_that_cannot_be_asked_ends_the_request(link: Link) -> None:
+    class Lost:
+        def query(self) -> bool:
+            raise RuntimeError("the device has fallen off the bus")
+
+    sender, receiver = link.prefill.open("lost", SOURCE), link.receive("lost")
+    sender.publish(SOURCE, last=True, ready=Lost())
+    with pytest.raises(TransferFailed, match="could not be asked: RuntimeError: the device has fallen off the bus"):
+        receiver.wait(PATIENCE_S)
+    assert wait_until(lambda: sender.poll().is_final)
+
+
 def test_a_callback_may_call_in(link: Link) -> None:
     sender, receiver = link.prefill.open("called", SOURCE), link.receive("called")
     done = threading.Event()
