@@ -76,7 +76,7 @@ class DeviceCopier(Copier):
         The caller vouches for the addresses, that nobody writes the source meanwhile or that it notices, and that
         nobody reads or writes the destination before this is over.
         """
-        with on_device(self.device):  # once, for what is called below
+        with on_device(self.device):
             return Copying([self._launch(self._fill(piece)) for piece in _pieces(batch)])
 
     def prepare(self, batch: PullBatch) -> Prepared:
@@ -85,7 +85,8 @@ class DeviceCopier(Copier):
         with self._lock:
             if len(self._tables) < len(pieces) + KEPT_TABLES:
                 return super().prepare(batch)
-        return _Filled(self, [self._fill(piece) for piece in pieces])
+        with on_device(self.device):
+            return _Filled(self, [self._fill(piece) for piece in pieces])
 
     def copy(self, batch: PullBatch, stop: Callable[[], bool]) -> bool:
         """Copy every row of `batch`; False when `stop` said so before anything was launched. Quiet on return."""
@@ -104,11 +105,11 @@ class DeviceCopier(Copier):
                 table.close()
 
     def _fill(self, move: GroupMove) -> _Launch:
-        """Take a table, and put into it what the kernel reads of `move`."""
+        """Take a table, and put into it what the kernel reads of `move`. On the device."""
         source, destination = move.runs.source_pages(), move.runs.destination_pages()
         template = self._templates.of(move.layers, lambda: LayerRows.of(move.layers))
         layers, num_units = template.rows_of(len(source))
-        with self._lock, on_device(self.device):
+        with self._lock:
             self._lock.wait_for(lambda: bool(self._tables))
             table = self._tables.popleft()
             try:
@@ -123,8 +124,9 @@ class DeviceCopier(Copier):
         return _Launch(table, self._kernels[template.word_bytes], min(num_units, self._num_blocks))
 
     def _launch(self, filled: _Launch) -> Mark:
+        """On the device."""
         table = filled.table
-        with self._lock, on_device(self.device):
+        with self._lock:
             shape = (filled.num_blocks, 1, 1, NUM_THREADS, 1, 1, 0)
             try:
                 call("cuLaunchKernel", filled.kernel, *shape, self._stream.handle, table.arguments, 0)
@@ -160,8 +162,9 @@ class _Filled:
 
     def start(self) -> Copying:
         marks = []
-        while self._launches:  # what is left when one fails goes back as if forgotten
-            marks.append(self._copier._launch(self._launches.pop(0)))
+        with on_device(self._copier.device):
+            while self._launches:  # what is left when one fails goes back as if forgotten
+                marks.append(self._copier._launch(self._launches.pop(0)))
         return Copying(marks)
 
     def __del__(self) -> None:
