@@ -104,13 +104,13 @@ class Pinger:
                 return time.perf_counter() - began
 
     def _data(self, rank: RankInfo, backend: Backend, count: int) -> Path:
-        source = next((one for one in rank.regions if one.memory in backend.capabilities.memory), None)
+        source = _source(rank, backend)
         if not rank.regions:
             return Path(rank.worker_id, backend.name, skipped="the rank owns nothing to read")
         if backend.name not in rank.transports:
             return Path(rank.worker_id, backend.name, skipped=f"offered are {', '.join(rank.transports)}")
         if source is None or source.memory is not MemoryKind.HOST:
-            return Path(rank.worker_id, backend.name, skipped=f"pages lie in {rank.regions[0].memory} memory")
+            return Path(rank.worker_id, backend.name, skipped=f"what it serves lies in {rank.regions[0].memory} memory")
         pool = LayerShardedPool(self._layout, {source.component: (source.layer,)}, 1)
         peer = Peer(rank.worker_id, rank.incarnation, rank.transports[backend.name])
         (target,) = pool.regions()
@@ -146,6 +146,19 @@ class Pinger:
             backend.fence(peer)
             raise
         return time.perf_counter() - began
+
+
+def _source(rank: RankInfo, backend: Backend) -> Region | None:
+    """Where a page of the rank may be read over a transport, whatever it holds; None where this side cannot. Of a rank
+    of which only staging slots can be read over it, the first of these."""
+    found = next((one for one in rank.regions if one.memory in backend.capabilities.memory), None)
+    if found is None or backend.name not in rank.staged_only:
+        return found
+    area = rank.staging
+    if area is None or backend.name not in area.backends or area.slot_bytes < found.page_bytes:
+        return None
+    size = (found.page_bytes, found.page_bytes, 1)
+    return Region(found.component, found.layer, area.base_address, *size, area.memory, area.device)
 
 
 def _one_page(worker_id: str, layout: CacheLayout, source: Region, target: Region) -> PullBatch:

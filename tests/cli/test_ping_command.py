@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import pytest
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.cli import main as command
 from pdlink.cli.ping_rank import Path
+from tests.backends.needs import nixl_missing
 from tests.bootstrap.values import make_instance
 from tests.link.rig import Site, make_layout
 from tests.processes import PATIENCE_S
+from tests.sidecar.rig import Rig, folder_for_sockets
 
+needs_nixl = pytest.mark.skipif(bool(nixl_missing()), reason=nixl_missing())
 IPC = ("--set", "backends=ipc", "--json")
 
 
@@ -63,6 +67,20 @@ def test_one_rank_may_be_named_and_one_that_owns_nothing_is_not_read(
     assert "owns nothing" in data["skipped"]
     assert command.main(["ping", str(site.bootstrap.address), "--worker", "nobody"]) == 2
     assert "nobody" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_nixl
+@pytest.mark.backend("nixl-tcp")
+def test_of_a_rank_in_a_sidecar_that_is_read_whose_transport_may_read_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with folder_for_sockets() as folder, contextlib.ExitStack() as stack:
+        rig = Rig(stack, FilePath(folder), "ipc,nixl")
+        rig.prefill(rig.connect(rig.sidecar("pre.sock")))
+        options = ("--set", "backends=ipc,nixl", "--count", "3", "--timeout", str(PATIENCE_S), "--json")
+        assert command.main(["ping", str(rig.bootstrap.address), *options]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [(one["path"], one["ok"]) for one in said["paths"]] == [("control", True), ("ipc", True), ("nixl", True)]
+    assert said["paths"][1]["num_bytes"] == said["paths"][2]["num_bytes"] > 0
 
 
 def test_a_rank_that_does_not_answer_is_named_and_ends_in_code_1(
