@@ -77,14 +77,16 @@ class DecodeProcess:
             self._inbox.put(job)
         except LimitReached as error:
             return refuse(503, str(error), retry=True)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         try:
-            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
             await response.prepare(request)
             while True:
                 said = await job.next_answer()
                 await response.write(json.dumps(said).encode() + b"\n")
                 if said["event"] in ("end", "error"):
                     return response
+        except ConnectionResetError:  # the caller has left, and reads no answer
+            return response
         finally:
             job.has_left = True
 

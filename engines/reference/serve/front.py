@@ -89,6 +89,8 @@ class Front:
             else:
                 response, outcome = await self._whole(asked, answer)
             return response
+        except ConnectionResetError:  # the caller has left, and reads no answer
+            return web.Response()
         finally:
             self._metrics.end(outcome)
 

@@ -90,8 +90,11 @@ class PrefillServer:
         Raises what collectives do when a rank is gone: the group is of no use any more.
         """
         jobs = self._take() if self._is_leader else []
-        for told in self._agree(jobs):
+        submitted, dropped = self._agree(jobs)
+        for told in submitted:
             self._submit(told["id"], told["tokens"], next((one for one in jobs if one.transfer_id == told["id"]), None))
+        for request_id in dropped:
+            self._drop(request_id)
         self._release()
         result = self._engine.step()
         if result is not None:
@@ -109,21 +112,30 @@ class PrefillServer:
     # --- inside -------------------------------------------------------------------------------------
 
     def _take(self) -> list[Job]:
-        """New requests, without a wait while there is work."""
-        return self._inbox.take(0 if self._engine.has_work else IDLE_S)
+        """New requests, without a wait while there is work. Those whose callers have left meanwhile are over."""
+        jobs = self._inbox.take(0 if self._engine.has_work else IDLE_S)
+        for one in jobs:
+            if one.has_left:
+                self._inbox.done()
+        return [one for one in jobs if not one.has_left]
 
-    def _agree(self, jobs: list[Job]) -> list[dict[str, Any]]:
-        """The leader's new requests, on every rank. It is an exchange, so that all notice when one is gone."""
-        data = json.dumps([{"id": one.transfer_id, "tokens": one.tokens} for one in jobs]).encode() if jobs else b""
+    def _agree(self, jobs: list[Job]) -> tuple[list[dict[str, Any]], list[str]]:
+        """What the leader has for this turn, on every rank: new requests, and those that nobody waits for any more.
+
+        It is an exchange, so that all notice when one is gone.
+        """
+        submitted = [{"id": one.transfer_id, "tokens": one.tokens} for one in jobs]
+        dropped = [name for name, one in self._live.items() if one.job and one.job.has_left]
+        data = json.dumps({"submit": submitted, "drop": dropped}).encode() if submitted or dropped else b""
         nbytes = -self._group.minimum([-len(data)])[0]
         if not nbytes:
-            return []
+            return [], []
         if nbytes > MAX_PLAN_BYTES:
             raise InvalidInput(f"the leader announces a turn of {nbytes} bytes; at most {MAX_PLAN_BYTES}")
         room = torch.frombuffer(bytearray(data or nbytes), dtype=torch.uint8)
         self._group.broadcast(room, 0)
-        told: list[dict[str, Any]] = json.loads(room.numpy().tobytes())
-        return told
+        told = json.loads(room.numpy().tobytes())
+        return told["submit"], told["drop"]
 
     def _submit(self, request_id: str, tokens: list[int], job: Job | None) -> None:
         """Open the request on this rank's link, if every rank can."""
@@ -146,6 +158,16 @@ class PrefillServer:
             self._answer(job, error=str(error), is_callers=True)
             return
         self._live[request_id] = _Live(sender, job)
+
+    def _drop(self, request_id: str) -> None:
+        """End a request whose caller has left, on every rank."""
+        one = self._live.get(request_id)
+        if one is None:
+            return
+        one.sender.abort("the caller has left")
+        if one.job:
+            one.job = None
+            self._inbox.done()
 
     def _publish(self, pages: FinishedPages) -> None:
         aux = pages.first_token.to_bytes(AUX_BYTES, "little") if pages.first_token is not None else None

@@ -112,7 +112,10 @@ class PrefillProcess:
             self._inbox.put(job)
         except LimitReached as error:
             return refuse(503, str(error), retry=True)
-        said = await job.next_answer()
+        try:
+            said = await job.next_answer()
+        finally:
+            job.has_left = True  # or has its answer
         if said["event"] == "error":
             return refuse(500 if said["retry"] else 400, said["text"], retry=said["retry"])
         return web.json_response(said)
