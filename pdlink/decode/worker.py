@@ -14,14 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from pdlink.backends.base import Backend
 from pdlink.backends.staging import Arena
 from pdlink.bootstrap.messages import PROTOCOL, Endpoint, ProtocolRange, Side
-from pdlink.bootstrap.refusals import IncompatibleInstance
 from pdlink.config import Settings
-from pdlink.control.frames import Abort, Frame, Subscribe
+from pdlink.control.frames import Abort, Frame
 from pdlink.control.loop import ControlLoop
 from pdlink.decode.actions import Action, Pull, Resubscribe, Send
 from pdlink.decode.facts import DecodeFacts
@@ -32,15 +29,12 @@ from pdlink.decode.merge import Merge
 from pdlink.decode.puller import PullJob
 from pdlink.decode.receiver import Receiver
 from pdlink.decode.request import ReceiveRequest, build_request
+from pdlink.decode.resolver import Resolver
+from pdlink.decode.subscription import subscription
 from pdlink.decode.teller import Teller
 from pdlink.errors import (
-    AccessDenied,
-    ConfigError,
-    DeadlineExceeded,
     DuplicateTransfer,
-    IncompatibleError,
     LimitReached,
-    NotReady,
     PartDead,
     PdlinkError,
     StateError,
@@ -50,9 +44,8 @@ from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
-from pdlink.threads import Death, Pool, SupervisedThread
+from pdlink.threads import Death, SupervisedThread
 from pdlink.transfer.accounts import log_end
-from pdlink.transfer.ahead import Ahead
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import ReceiverState
@@ -63,8 +56,6 @@ log = logging.getLogger("pdlink.decode")
 TICK_S = 0.05
 LATE_S = 2.0
 """A tick that comes so much later says that this process stood still: frames of owners wait to be read."""
-RESOLVE_THREADS = 16
-RESOLVE_ATTEMPTS = 3
 PULLED_FROM = (ReceiverState.SUBSCRIBED, ReceiverState.PULLING)
 """States in which a request still needs the threads that pull."""
 
@@ -109,9 +100,8 @@ class DecodeWorker:
                 backend.register(region)
         told = (self._on_frame, self._on_replaced, self._on_dead_puller)
         self._links = LinkTable(self._facts, self._side, settings, loop, backends, events, *told, arena, self.part)
-        self._resolvers = Pool("pdlink-resolve", self.part, RESOLVE_THREADS, events)
-        self._resolving: dict[PrefillInstance, list[Live]] = {}
-        """Requests that wait for one answer about their instance. A flood to one that is slow takes one thread."""
+        found = (self._start, self._unresolved, self._tell)
+        self._resolver = Resolver(self._links, self._lock, events, self.part, *found)
         self._ticked = loop.clock()
         self._teller = Teller(settings, loop, self._lock)
         self._timer = loop.call_later(TICK_S, self._tick)
@@ -177,7 +167,7 @@ class DecodeWorker:
             if link:
                 self._start(live, link)
             else:
-                self._resolve_soon(live)
+                self._resolver.resolve_soon(live)
         return live.receiver
 
     def explain(self, prefill: PrefillInstance) -> dict[str, str]:
@@ -195,12 +185,13 @@ class DecodeWorker:
             if self._closed:
                 return
             self._closed = True
+            self._resolver.stop()
             for live in list(self._live.values()):
                 cause = Failure(FailureReason.ABORTED, f"decode worker {self.instance} is closing")
                 live.merge.fail(cause, self._loop.clock())
                 self._act(live)
         self._timer.cancel()
-        self._resolvers.close()
+        self._resolver.close()
         quiet = self._quiet = self._links.close()
         with self._lock:
             for live in list(self._live.values()):
@@ -236,78 +227,6 @@ class DecodeWorker:
         self._live[key] = self._newest[request.transfer_id] = live
         return live
 
-    def _resolve_soon(self, live: Live) -> None:
-        """Under the lock: find the instance on a resolver thread, or wait for the one that asks already."""
-        waiting = self._resolving.get(live.instance)
-        if waiting is not None:
-            waiting.append(live)
-            return
-        self._resolving[live.instance] = [live]
-        self._ask(live.instance)
-
-    def _ask(self, instance: PrefillInstance) -> None:
-        try:
-            self._resolvers.submit(
-                lambda: self._resolve(instance), lambda death: self._on_dead_resolve(instance, death)
-            )
-        except StateError as error:
-            self._unresolved(self._resolving.pop(instance), Failure(FailureReason.LIMIT, str(error)))
-
-    def _resolve(self, instance: PrefillInstance) -> None:
-        """On a resolver thread: find the instance and start what waits for it, or fail that with the reason.
-
-        A failure is told to those that had come when it was asked; for later ones it is asked again.
-        """
-        with self._lock:
-            num_asking = len(self._resolving[instance])
-        try:
-            for _ in range(RESOLVE_ATTEMPTS):
-                link = self._links.resolve(instance)
-                with self._lock:
-                    # Again under the lock: a link that a watch replaced meanwhile may be closed already.
-                    is_known = self._links.known(instance) is link
-                    if is_known or self._closed:
-                        for live in self._resolving.pop(instance, ()) if is_known else ():
-                            taken = self._links.take(instance)
-                            assert taken is link
-                            self._start(live, link)
-                        self._links.give_back(link)
-                        return
-                    self._links.give_back(link)
-            raise NotReady(f"prefill instance {instance.name!r} came and went while it was resolved")
-        except IncompatibleError as error:
-            cause = Failure.incompatible(error.mismatches, instance.name, "resolving")
-            for live in self._end_resolve(instance, num_asking, cause):
-                if isinstance(error, IncompatibleInstance):
-                    self._tell(live, cause, error.endpoints)
-        except DeadlineExceeded as error:
-            self._end_resolve(instance, num_asking, Failure(FailureReason.TIMEOUT, str(error)))
-        except NotReady as error:
-            self._end_resolve(instance, num_asking, Failure(FailureReason.NOT_READY, str(error)))
-        except LimitReached as error:
-            self._end_resolve(instance, num_asking, Failure(FailureReason.LIMIT, str(error)))
-        except (AccessDenied, ConfigError) as error:
-            fix = "mend the credentials or their settings (PDLINK_TOKEN, PDLINK_TLS_*): retrying cannot help"
-            self._end_resolve(instance, num_asking, Failure(FailureReason.DENIED, str(error), fix=fix))
-        except PdlinkError as error:
-            self._end_resolve(instance, num_asking, Failure(FailureReason.PEER_GONE, str(error)))
-
-    def _end_resolve(self, instance: PrefillInstance, num_asking: int, failure: Failure) -> list[Live]:
-        """An instance cannot be found: fail the requests that asked, and ask again for those that came since."""
-        with self._lock:
-            waiting = self._resolving.pop(instance, [])
-            asking, later = waiting[:num_asking], waiting[num_asking:]
-            self._unresolved(asking, failure)
-            if later and not self._closed:
-                self._resolving[instance] = later
-                self._ask(instance)
-        return asking
-
-    def _on_dead_resolve(self, instance: PrefillInstance, death: Death) -> None:
-        with self._lock:
-            failure = Failure(FailureReason.INTERNAL, death.text, fix=RESTART)
-            self._unresolved(self._resolving.pop(instance, []), failure)
-
     def _start(self, live: Live, link: Link) -> None:
         """With a link that was taken for it."""
         live.link = link
@@ -336,7 +255,7 @@ class DecodeWorker:
 
         The abort is for differences that only this side can see.
         """
-        body = self._subscribe(live, 0, 0)
+        body = subscription(live, self._side, self._backends, 0, 0)
         for one in endpoints:
             told = replace(body, incarnation=one.incarnation, fingerprint=self._side.fingerprint)
             self._teller.tell(one, [live.frame(said) for said in (told, Abort(cause, told.readers))])
@@ -464,7 +383,8 @@ class DecodeWorker:
         elif isinstance(action, Resubscribe):
             assert live.link is not None
             incarnation = live.link.ranks[action.worker_id].rank.incarnation
-            live.send(action.worker_id, self._subscribe(live, incarnation, action.next_sequence, action.worker_id))
+            told = (incarnation, action.next_sequence, action.worker_id)
+            live.send(action.worker_id, subscription(live, self._side, self._backends, *told))
         elif isinstance(action, Send):
             live.send(action.worker_id, action.body)
         else:
@@ -488,41 +408,6 @@ class DecodeWorker:
                 live.ahead_of(pull),
             )
         )
-
-    def _subscribe(self, live: Live, incarnation: int, next_sequence: int, worker_id: str = "") -> Subscribe:
-        if worker_id not in live.ahead:
-            live.ahead[worker_id] = self._stage_ahead(live, worker_id)
-        ahead = live.ahead[worker_id] or Ahead(0, 0)
-        planner = live.link.plan(live.merge.request.dp).planner if live.link and worker_id else None
-        return Subscribe(
-            self._side.protocol,
-            self._side.fingerprint.digest,
-            live.merge.request.readers,
-            incarnation,
-            live.merge.request.spans(),
-            next_sequence,
-            tuple(self._backends),
-            None,
-            ahead.piece_bytes,
-            ahead.num_pieces,
-            live.trace_parent,
-            planner.parts_from(worker_id) if planner else {},
-        )
-
-    def _stage_ahead(self, live: Live, worker_id: str) -> Ahead | None:
-        """What an owner may stage unasked, judged by the page group of which it moves most."""
-        if live.link is None or not (link := live.link.ranks.get(worker_id)) or not link.puller.is_idle:
-            return None
-        planner, request = live.link.plan(live.merge.request.dp).planner, live.merge.request
-        if not planner.pulls_all_of(worker_id):
-            return None  # an owner stages unasked of all that it publishes
-        found: list[tuple[int, Int64Array, int]] = [(0, np.zeros(0, dtype=np.int64), 0)]
-        for name, group in planner.groups.items():
-            page_bytes = group.row_bytes[planner.rows(worker_id, name)]
-            num_pages = request.num_pages.get(name, 0)
-            found.append((int(page_bytes.sum()) * num_pages, page_bytes, num_pages))
-        _, page_bytes, num_pages = max(found, key=lambda one: one[0])
-        return link.puller.ways.ahead(page_bytes, num_pages)
 
     def _show(self, live: Live) -> None:
         """Make the merge's state visible to the engine, once per change, and forget what is settled."""
