@@ -83,36 +83,44 @@ def bench_loop(
     ahead: Ahead = False,
     device: Device = "cpu",
     copy_blocks: Blocks = 0,
+    kill_rank: Annotated[
+        int | None,
+        typer.Option(min=0, help="Time nothing: kill this rank in a forward, and see how soon the others know it."),
+    ] = None,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="With --kill-rank: how long a reader waits for another rank.")
+    ] = 15.0,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Time a forward over all layers, reads and computation; ratios are to no split at all."""
     from pdlink.cli.pool_case import PoolCase
 
-    readers = _names(reader, ("none", "whole-pool", "broadcast", "peer"))
-    _bench(
-        [
-            PoolCase(
-                True,
-                readers,
-                ranks,
-                layers,
-                live,
-                pool_tokens,
-                chunk_tokens,
-                products,
-                rounds,
-                device,
-                ahead,
-                copy_blocks,
-                width,
-            )
-            for live in live_tokens or [4096]
-        ],
-        json,
-        plot,
-        f"forward over {layers} layers",
-    )
+    names = _names(reader, (*(("none",) if kill_rank is None else ()), "whole-pool", "broadcast", "peer"))
+    rest = pool_tokens, chunk_tokens, products, rounds, device, ahead, copy_blocks, width
+    wait_s = 0.0 if kill_rank is None else timeout_s
+    cases = [PoolCase(True, names, ranks, layers, live, *rest, wait_s) for live in live_tokens or [4096]]
+    if kill_rank is None:
+        _bench(cases, json, plot, f"forward over {layers} layers")
+    else:
+        _kill(cases, kill_rank, json, plot)
+
+
+def _kill(cases: Sequence[PoolCase], rank: int, json: bool, plot: Path | None) -> None:
+    """Raises `WrongRun` when a reader of pdlink left another rank without an error that names the one killed."""
+    from pdlink.cli import pool_fault
+    from pdlink.cli.output import console, print_json, print_table
+    from pdlink.errors import InvalidInput
+
+    if plot is not None:
+        raise InvalidInput("--plot draws times, and --kill-rank takes none; leave one of them out")
+    _check_gpus(cases)
+    rows = [row for case in cases for row in pool_fault.measure(case, rank)]
+    if json:
+        print_json({"rows": rows})
+    else:
+        print_table(console(), pool_fault.COLUMNS, [pool_fault.as_text(row) for row in rows])
+    pool_fault.check(rows)
 
 
 def _names(chosen: Sequence[ReaderName] | None, usual: tuple[str, ...]) -> tuple[str, ...]:

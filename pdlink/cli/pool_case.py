@@ -27,6 +27,7 @@ class PoolCase:
     """One case on all of its ranks. Tokens are tokens; `loop` says which bench it is. Raises `InvalidInput`.
 
     `copy_blocks` bounds the multiprocessors that a gather takes on a GPU, 0 is all; `width` 0 is that of `WIDTHS`.
+    `timeout_s` is that of the readers' own waits, 0 is `wait_s`.
     """
 
     loop: bool
@@ -42,6 +43,7 @@ class PoolCase:
     ahead: bool = False
     copy_blocks: int = 0
     width: int = 0
+    timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -75,6 +77,10 @@ class PoolCase:
     def wait_s(self) -> float:
         """How long a rank waits for the others, when all start and in each exchange."""
         return LEAST_WAIT_S + WAIT_PER_RANK_S * self.ranks
+
+    @property
+    def readers_wait_s(self) -> float:
+        return self.timeout_s or self.wait_s
 
     @property
     def baseline(self) -> str:

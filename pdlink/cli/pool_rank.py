@@ -97,11 +97,11 @@ class Bench:
             if not self.case.loop:
                 meet()
             at = self.clock.now()
-            read = [self._read(reader, name, layer) for name in ("index_k", "latent")]
+            read = [self.read(reader, name, layer) for name in ("index_k", "latent")]
             if not self.case.loop:
                 taken.append(self.clock.since(at))
             if self.case.loop:
-                self._compute(pool, layer)
+                self.compute(pool, layer)
             else:
                 self._check(reader, read, layer)
         if self.case.loop and not on_cuda:
@@ -119,13 +119,14 @@ class Bench:
         moved, layers = self._moved(reader)
         return float(times.median()) * 1e3, (moved - moved_before) // max(1, layers - layers_before)
 
-    def _read(self, reader: str, component: str, layer: int) -> torch.Tensor:
+    def read(self, reader: str, component: str, layer: int) -> torch.Tensor:
+        """One component of one layer, as `reader` reads it."""
         pool = self.pools.get(reader)
         if pool is not None:
             return pool.read(component, layer)
         return self.others[reader].read(component, layer)
 
-    def _compute(self, pool: LayerShardedPool | None, layer: int) -> None:
+    def compute(self, pool: LayerShardedPool | None, layer: int) -> None:
         """What a layer does besides: matrix products, and its chunk's rows written."""
         for _ in range(self.case.products):
             self.activations = self.activations @ self.weight
@@ -157,7 +158,7 @@ class Bench:
         if reader != "none":
             maker: type[BroadcastReader | PeerReader] = PeerReader if reader == "peer" else BroadcastReader
             owners = ShardOwners.of(self.layout, plan, self.place)
-            made = maker.open(owners, range(self.case.ranks), timeout_s=self.case.wait_s)
+            made = maker.open(owners, range(self.case.ranks), timeout_s=self.case.readers_wait_s)
             self._close.append(made.close)
         pool = LayerShardedPool(
             self.layout,
@@ -204,6 +205,21 @@ class Bench:
         return self.pool_device.torch_device
 
 
+def join(case: PoolCase, rank: int, folder: str) -> None:
+    """Be `rank` of the world that meets in `folder`, on a GPU of its own where the case is for those. Collective."""
+    torch.set_num_threads(1)
+    on_cuda = case.device == "cuda"
+    if on_cuda:
+        torch.cuda.set_device(rank % max(1, torch.cuda.device_count()))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=case.ranks,
+        timeout=timedelta(seconds=case.wait_s),
+    )
+
+
 def meet() -> None:
     """Every rank is here, and its device idle."""
     dist.all_reduce(torch.zeros(1))
@@ -225,17 +241,7 @@ def pick(bench: Bench) -> str:
 def main() -> None:
     parent = Parent()
     rank, folder, case = int(sys.argv[1]), sys.argv[2], PoolCase.from_json(sys.argv[3])
-    torch.set_num_threads(1)
-    on_cuda = case.device == "cuda"
-    if on_cuda:
-        torch.cuda.set_device(rank % max(1, torch.cuda.device_count()))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=case.ranks,
-        timeout=timedelta(seconds=case.wait_s),
-    )
+    join(case, rank, folder)
     bench = Bench(case, rank)
     try:
         picked = pick(bench)

@@ -124,7 +124,7 @@ class BroadcastReader:
 
     def end(self, step: Step) -> None:
         try:
-            self._wire.confirm(step, lambda: None if self._order is None else self._look(step))
+            self._wire.confirm(step, lambda: self._watch(step))
         except NothingCame:
             self.announce(step)
             raise
@@ -216,6 +216,12 @@ class BroadcastReader:
 
     def _topic(self, step: Step) -> str:
         return f"{self._num_pools}/{step.forward}"
+
+    def _watch(self, step: Step) -> None:
+        """While a device is waited for: no rank has gone another way, nor has its process."""
+        self._communicator.check_present(describe(step, self._components))
+        if self._order is not None:
+            self._look(step)
 
     def _look(self, step: Step) -> None:
         """Raise if a rank has gone another way at `step` or before; one that did so later waits for this one."""

@@ -16,10 +16,13 @@ from typing import Protocol, cast
 import torch
 import torch.distributed as dist
 
-from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, PdlinkError, StateError
+from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, PdlinkError, PeerGone, StateError
+from pdlink.memory.lockstep import name_rank
+from pdlink.memory.presence import has_ended, own_presence
 
 DEFAULT_TIMEOUT_S = 30.0
 _LOOK_EVERY_S = 0.1
+_PRESENCE = "presence"
 # How many groups of the same ranks this process has formed: the ranks of a group meet under the same number.
 _GENERATIONS: Counter[tuple[int, ...]] = Counter()
 
@@ -36,10 +39,11 @@ class Communicator(Protocol):
     """Called now and then while a collective waits; what it raises ends the wait, and then `abandon` must follow."""
 
     def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
-        """int64 [n] of each shard rank -> int64 [num_ranks, n] on all. Raises `DeadlineExceeded`, `IntegrityError`."""
+        """int64 [n] of each shard rank -> int64 [num_ranks, n] on all. Raises `DeadlineExceeded`, `IntegrityError`, and
+        `PeerGone` naming the ranks whose processes have ended, as far as they were on this host."""
 
     def broadcast(self, data: torch.Tensor, root: int, what: str) -> None:
-        """Fill `data` on every rank from shard rank `root`. Raises `DeadlineExceeded`, `IntegrityError`."""
+        """Fill `data` on every rank from shard rank `root`. Raises as `gather` does."""
 
     def announce(self, record: torch.Tensor) -> None:
         """Take part in the next `gather` of the others without waiting for them."""
@@ -49,6 +53,9 @@ class Communicator(Protocol):
 
     def posted(self, topic: str) -> list[bytes | None]:
         """What each shard rank has said about `topic`, None where it has not."""
+
+    def check_present(self, what: str) -> None:
+        """Raise `PeerGone` naming the ranks whose processes have ended, as far as they were on this host."""
 
     def abandon(self) -> None:
         """Leave collectives that may never end. All ranks do so; the next call of all of them is on a new group."""
@@ -101,6 +108,7 @@ class GroupCommunicator:
         self._closed = False
         self._announcements: list[dist.Work] = []
         self._failure: PdlinkError | None = None
+        self._present: list[bytes | None] = []
         self._group: _Collectives | None = self._form()
 
     def gather(self, record: torch.Tensor, what: str) -> torch.Tensor:
@@ -135,6 +143,10 @@ class GroupCommunicator:
         keys = [f"{topic}/{rank}" for rank in range(len(self.global_ranks))]
         return [bytes.fromhex(self._store.get(key).decode()) if self._store.check([key]) else None for key in keys]
 
+    def check_present(self, what: str) -> None:
+        if gone := self._gone():
+            raise PeerGone(f"{what}: {gone} has ended: its process is gone; restart the ranks of the shard group")
+
     def abandon(self) -> None:
         self._announcements.clear()
         # Its sockets close with it, which ends what others still wait for on it.
@@ -158,6 +170,7 @@ class GroupCommunicator:
         _GENERATIONS[self.global_ranks] += 1
         name = f"pdlink/{'.'.join(map(str, self.global_ranks))}/{generation}"
         self._store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        self.post(_PRESENCE, own_presence())
         try:
             group = dist.ProcessGroupGloo(
                 self._store, self.rank, len(self.global_ranks), timedelta(seconds=self.timeout_s)
@@ -167,6 +180,8 @@ class GroupCommunicator:
                 f"shard group {list(self.global_ranks)} did not form within {self.timeout_s:g} s: {_first_line(exc)}; "
                 "every rank of it must open its reader, in the same order as its other readers"
             ) from exc
+        # The store ends with the rank that keeps it: what is to be known once a rank has gone is read now.
+        self._present = self.posted(_PRESENCE)
         return cast("_Collectives", group)
 
     def _usable(self, what: str) -> _Collectives:
@@ -201,7 +216,11 @@ class GroupCommunicator:
     def _broken(self, exc: RuntimeError, what: str) -> PdlinkError:
         others = ", ".join(str(rank) for at, rank in enumerate(self.global_ranks) if at != self.rank)
         text = _first_line(exc)
-        if "imed out" in text or "imeout" in text:
+        if gone := self._gone():
+            self._failure = PeerGone(
+                f"{what}: {gone} has ended: its process is gone ({text}); restart the ranks of the shard group"
+            )
+        elif "imed out" in text or "imeout" in text:
             self._failure = DeadlineExceeded(
                 f"{what}: no answer from the shard group (global ranks {others}) within {self.timeout_s:g} s; a rank "
                 "has stopped, or does not make this call"
@@ -211,6 +230,11 @@ class GroupCommunicator:
                 f"{what}: lost the shard group (global ranks {others}): {text}; a rank has ended or given up"
             )
         return self._failure
+
+    def _gone(self) -> str:
+        """The ranks whose processes are known to have ended, in words."""
+        found = [rank for rank, one in enumerate(self._present) if one is not None and has_ended(one)]
+        return " and ".join(name_rank(rank, self.global_ranks) for rank in found)
 
 
 def _first_line(exc: BaseException) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from pdlink.cli import pool_fault
+from pdlink.cli.exits import WrongRun
 from pdlink.cli.main import main
 from pdlink.cli.pool_case import PoolCase, make_rows
 from pdlink.errors import InvalidInput
@@ -123,3 +125,56 @@ def test_eight_ranks_split_layers_unevenly(capfd: pytest.CaptureFixture[str]) ->
     assert (moved["none"], moved["whole-pool"], moved["peer"]) == (0, 256 * 788, 100 * 788)
     assert 128 * 788 < moved["broadcast"] < 128 * 788 + 512
     assert {row["ranks"] for row in rows} == {8}
+
+
+TOLD = "PeerGone: the begin in forward 3: shard rank 1 (global rank 1) has ended"
+
+
+def fault_row(reader: str, *fates: pool_fault.Fate) -> dict[str, Any]:
+    case = PoolCase(True, (reader,), len(fates) + 1, 4, 64, 256, 0, 0, 1, timeout_s=5.0)
+    return pool_fault.make_row(case, 1, fates)
+
+
+def test_a_row_of_a_killed_rank_tells_what_became_of_the_others() -> None:
+    raised = pool_fault.Fate(0, pool_fault.RAISED, 0.25, TOLD, 1, 0.5)
+    row = fault_row("peer", raised, pool_fault.Fate(2, pool_fault.RAISED, 1.0, TOLD, 2, 0.125))
+    assert (row["slowest_s"], row["timeout_s"], row["killed_rank"]) == (1.0, 5.0, 1)
+    assert pool_fault.as_text(row) == ["peer", "3", "1", "2 raised", "2 of 2", "1.00", "1-2", "0.50"]
+    pool_fault.check([row])
+
+
+@pytest.mark.parametrize(
+    "fate",
+    [
+        pool_fault.Fate(0, pool_fault.WENT_ON, 0.25, "", 4, 0.5),
+        pool_fault.Fate(0, pool_fault.SILENT, 60.0),
+        pool_fault.Fate(0, pool_fault.RAISED, 0.25, TOLD, 1, None),
+        pool_fault.Fate(0, pool_fault.RAISED, 0.25, "IntegrityError: lost the shard group (global ranks 1, 2)", 1, 0.5),
+    ],
+)
+def test_a_reader_of_pdlink_that_does_not_name_the_killed_rank_is_wrong(fate: pool_fault.Fate) -> None:
+    with pytest.raises(WrongRun, match="names rank 1, and close"):
+        pool_fault.check([fault_row("broadcast", fate)])
+    pool_fault.check([fault_row("whole-pool", fate)])
+
+
+def test_a_rank_that_there_is_not_cannot_be_killed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["bench", "loop", "--ranks", "2", "--kill-rank", "2"]) == 2
+    assert "--kill-rank 2: there are ranks 0 to 1" in capsys.readouterr().err
+    assert main(["bench", "loop", "--kill-rank", "1", "--plot", str(tmp_path / "x.png")]) == 2
+    assert "--kill-rank takes none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ranks_that_outlive_one_name_it_and_close(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--ranks", "3", "--layers", "5", "--live-tokens", "100", "--pool-tokens", "256", "--chunk-tokens", "30"]
+    rest = ["--products", "1", "--width", "32", "--ahead", "--reader", "broadcast", "--reader", "peer"]
+    assert main(["bench", "loop", *sizes, *rest, "--kill-rank", "0", "--timeout-s", "20", "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["reader"] for row in rows] == ["broadcast", "peer"]
+    for row in rows:
+        assert [(one["rank"], one["outcome"], one["names_rank"]) for one in row["others"]] == [
+            (1, "raised", True),
+            (2, "raised", True),
+        ]
