@@ -20,12 +20,14 @@ from pdlink.backends.cuda_stream import Stream
 from pdlink.backends.cuda_vmm import FdBlock
 from pdlink.backends.event_ring import EventRing
 from pdlink.backends.ipc_device import share
-from pdlink.errors import BackendUnavailable, FrameError, PeerGone, RegionError
+from pdlink.errors import BackendUnavailable, FrameError, InvalidInput, PeerGone, RegionError
 from pdlink.layout.regions import MemoryKind, Region
+from pdlink.memory.allocate import allocate
 from pdlink.sidecar import wire
 from pdlink.sidecar.attach import AttachedPool
 from pdlink.sidecar.device_blocks import ROUNDING_BYTES, DeviceBlock, check_dedicated, check_kind, gpu_of, show
 from pdlink.v1 import sidecar_pb2 as pb
+from tests.pretend_gpu import CUresult
 from tests.pretend_vmm import UNIT, PretendVmm, pretend_vmm
 
 PAGE = 4096
@@ -131,6 +133,21 @@ def test_without_a_driver_a_device_pool_is_refused_with_what_is_missing() -> Non
         AttachedPool([], [], 1, [DeviceBlock(GPU_0, 1 << 20, PAGE)], [reader])
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(reader)
+
+
+def test_device_memory_is_allocated_or_refused_with_what_is_missing(driver: PretendVmm) -> None:
+    with pytest.raises(InvalidInput, match="at least 1 byte"):
+        allocate(0, 0)
+    with pytest.raises(BackendUnavailable, match="device 2 is none of the 2 that this process sees"):
+        allocate(PAGE, 2)
+    driver.cuMemCreate = lambda *rest: (CUresult.CUDA_ERROR_INVALID_VALUE, None)
+    with pytest.raises(BackendUnavailable, match=f"device 0 has no {UNIT} bytes to spare"):
+        allocate(PAGE, 0)
+    driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = None
+    cuda_driver.device_attribute.cache_clear()
+    driver.cuDeviceGetAttribute = lambda attribute, device: (CUresult.CUDA_SUCCESS, 0 if attribute is None else 4)
+    with pytest.raises(BackendUnavailable, match=r"shares no memory by file descriptor.*CUDA IPC"):
+        allocate(PAGE, 0)
 
 
 @pytest.mark.parametrize(
