@@ -240,10 +240,10 @@ def _said(call: grpc.Future[pb.StandResponse] | None) -> pb.StandResponse | str:
     """The answer, or why there is none."""
     try:
         if call is not None:
-            return call.result()
+            return call.result(timeout=2 * ASK_TIMEOUT_S)  # gRPC itself gives up before
     except grpc.RpcError as error:
         if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"it has not answered for {ASK_TIMEOUT_S:g} s"
-    except grpc.FutureCancelledError:
+    except (grpc.FutureCancelledError, grpc.FutureTimeoutError):
         pass  # its channel was closed
     return "it does not answer: it is ending, or was killed"
