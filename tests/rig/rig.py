@@ -24,6 +24,8 @@ NET = "172.30.92"
 PORT, PROMETHEUS_PORT = 18000, 19090
 PATIENCE_S = 240.0
 """How long a test waits for what must come: no figure of pdlink's, and far above what a slow and busy machine takes."""
+START_TIMEOUT_S = 800.0
+"""The first start converts the weights, on a machine that may have other work."""
 CALL_TIMEOUT_S = 900.0
 LOOK_S = 0.3
 ADDRESSES = {
@@ -55,8 +57,8 @@ class Rig:
             "RIG_NET": NET,
             "RIG_PORT": str(PORT),
             "RIG_PROMETHEUS_PORT": str(PROMETHEUS_PORT),
-            "RIG_PATIENCE_S": str(PATIENCE_S),
-            "RIG_READY_TIMEOUT_S": str(PATIENCE_S),
+            "RIG_PATIENCE_S": f"{PATIENCE_S:.0f}",
+            "RIG_READY_TIMEOUT_S": f"{START_TIMEOUT_S:.0f}",
             **variables,
         }
 
