@@ -9,7 +9,7 @@ import pytest
 from pdlink_engines.reference.serve.ask import events
 from tests.rig.rig import NAME, NET, Rig, wait_until
 
-pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 OWNERS = [f"prefill/dp0.pp0.cp{rank}.tp0" for rank in range(4)]
 

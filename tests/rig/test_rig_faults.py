@@ -13,7 +13,7 @@ import pytest
 from tests.rig.rig import Rig
 from tests.rig.traffic import Account, Traffic
 
-pytestmark = [pytest.mark.rig, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 ENGINES = ("prefill-0", "prefill-2", "prefill-sidecar", "decode", "decode-sidecar")
 SHORT_PAUSE_S = 2.0
