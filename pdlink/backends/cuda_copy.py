@@ -201,7 +201,7 @@ class _Table:
         return tuple(places)
 
     def set_arguments(self, *values: int) -> None:
-        self._arguments[:] = values
+        self._arguments[:] = list(values)
 
     def close(self) -> None:
         self._there.close()

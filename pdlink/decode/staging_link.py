@@ -44,7 +44,8 @@ class Pace:
         """What a piece of rows (int64 [n] of page bytes) x `num_pages` may have, in slots of `slot_bytes`."""
         nbytes, largest = int(page_bytes.sum()) * num_pages, int(page_bytes.max())
         num_pieces = max(self.num_pieces, -(-nbytes // slot_bytes))
-        aim = max(self.least_bytes, -(-nbytes // num_pieces))
+        # The last one about half as long as the others: when it has landed, nothing is left to do but to unpack it.
+        aim = max(self.least_bytes, -(-2 * nbytes // (2 * num_pieces - 1)))
         if aim > largest * num_pages:  # of whole rows, so that the nearest number of them counts
             aim += largest * num_pages // 2
         return min(max(aim, largest), slot_bytes)

@@ -29,7 +29,7 @@ from pdlink.layout.staging import StagingArea
 from pdlink.transfer.ahead import Ahead, ahead_ticket
 from pdlink.transfer.descriptors import GroupMove, LayerTable, PullBatch, pair_pages
 from pdlink.transfer.failure import Failure, FailureReason
-from pdlink.transfer.packing import PageTable, pack, pack_runs
+from pdlink.transfer.packing import PageTable, cut, pack, pack_runs
 from pdlink.transfer.timings import PullTimings
 from tests.link.rig import wait_until
 
@@ -363,6 +363,16 @@ def test_what_lies_in_a_slot_of_the_owner_comes_to_the_own_one_of_that_number() 
         assert made.run() is None
         assert {one for one, _ in made.pairs} == {0, 1, 2}
         assert all(one == other for one, other in made.pairs)
+
+
+@pytest.mark.parametrize("num_pages", [128, 512])
+def test_the_last_of_few_pieces_is_the_shortest(num_pages: int) -> None:
+    pace, page_bytes, slot_bytes = Pace(4, 4, 32 << 20), np.full(39, 41984, dtype=np.int64), 256 << 20
+    pieces = cut(page_bytes, num_pages, pace.piece_bytes(page_bytes, num_pages, slot_bytes))
+    sizes = [one.nbytes for one in pieces]
+    assert len(set(sizes[:3])) == 1
+    assert sizes[0] <= slot_bytes
+    assert 0.4 * sizes[0] < sizes[3] < 0.6 * sizes[0]
 
 
 def test_one_own_slot_is_enough_for_the_owner_to_pack_ahead() -> None:
