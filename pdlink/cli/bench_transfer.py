@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from pdlink.cli.progress import Steps
     from pdlink.cli.transfer_case import Case
+    from pdlink.cli.transfer_gpus import Gpus
+    from pdlink.cli.transfer_many import Group
     from pdlink.cli.transfer_row import Row
 
 LEAST_ROUNDS = 7
@@ -83,6 +85,15 @@ def bench_transfer(
     scattered: Annotated[
         bool | None, typer.Option("--scattered/--contiguous", help="How pages lie (default: both).")
     ] = None,
+    owners: Annotated[
+        int, typer.Option(min=1, max=64, help="Prefill ranks that split the layers, all pulled from at once.")
+    ] = 1,
+    readers: Annotated[
+        int, typer.Option(min=1, max=64, help="Decode ranks that each pull a request of their own, all at once.")
+    ] = 1,
+    raw: Annotated[
+        bool, typer.Option("--raw/--no-raw", help="The library itself beside several owners or readers.")
+    ] = True,
     rounds: Annotated[int, typer.Option(min=LEAST_ROUNDS, max=1000, help="Measured rounds of a row.")] = LEAST_ROUNDS,
     device: Annotated[
         Device, typer.Option(help="Where pages lie; cuda: from the first GPU to the second.")
@@ -98,15 +109,18 @@ def bench_transfer(
     from contextlib import ExitStack
     from json import dumps
 
-    from pdlink.cli import transfer_goals
+    from pdlink.cli import transfer_goals, transfer_many
     from pdlink.cli.output import console, note, print_table
     from pdlink.cli.progress import progress
     from pdlink.cli.transfer_case import sweep
+    from pdlink.cli.transfer_many import Group
     from pdlink.cli.transfer_plot import check_plot, draw
     from pdlink.cli.transfer_row import COLUMNS, LEFT, LEGEND, as_text
 
     if plot:
         check_plot(plot)
+    is_many = owners > 1 or readers > 1
+    _refuse_many(is_many, goals, raw, plot)
     if goals:
         _refuse_shapes(transport, way, page_bytes, num_pages, layers, scattered)
         wanted = {one.value for one in backend or BackendName}
@@ -129,8 +143,10 @@ def bench_transfer(
     with ExitStack() as stack:
         file = stack.enter_context(_open_rows(rows)) if rows else None
         bar = stack.enter_context(progress("rows", len(cases)))
-        for row in _measure(cases, rounds, inject.value, bar, must_work=backend is not None):
-            row["goals"] = transfer_goals.judged(row)
+        group = Group(owners, readers) if is_many else None
+        for row in _measure(cases, group, rounds, inject.value, bar, must_work=backend is not None, with_raw=raw):
+            if not is_many:
+                row["goals"] = transfer_goals.judged(row)
             measured.append(row)
             if file:
                 print(dumps(row), file=file, flush=True)
@@ -138,6 +154,11 @@ def bench_transfer(
         draw(measured, plot)
     if json:
         print(dumps(measured), flush=True)
+        return
+    if is_many:
+        many = [transfer_many.as_text(row) for row in measured]
+        print_table(console(), transfer_many.COLUMNS, many, left=transfer_many.LEFT)
+        note(transfer_many.LEGEND)
         return
     print_table(console(), COLUMNS, [as_text(row) for row in measured], left=LEFT)
     if goals:
@@ -150,6 +171,16 @@ def _refuse_shapes(*options: object) -> None:
     """`--goals` says itself what to measure. Raises `InvalidInput` for an option that says something else."""
     if any(one is not None for one in options):
         raise InvalidInput("--goals says what is measured; of the options that do so it takes --backend and --device")
+
+
+def _refuse_many(is_many: bool, goals: bool, raw: bool, plot: Path | None) -> None:
+    """Raises `InvalidInput` for what is there for one owner and one reader only, or for several only."""
+    if is_many and (goals or plot):
+        raise InvalidInput(f"{'--goals' if goals else '--plot'} is for one owner and one reader; leave one of them out")
+    if not (raw or is_many):
+        raise InvalidInput(
+            "--no-raw is for --owners or --readers of more than 1; of one pull the baseline is the point"
+        )
 
 
 def _check_settings(cases: Sequence[Case]) -> None:
@@ -168,29 +199,42 @@ def _open_rows(path: Path) -> TextIO:
         raise InvalidInput(f"--rows {path} cannot be written: {error.strerror}") from error
 
 
-def _measure(cases: Sequence[Case], rounds: int, inject: str, bar: Steps, *, must_work: bool) -> Iterator[Row]:
-    """Each case's row as it comes. A backend that does not work here is left out and said, unless it was asked for."""
+def _measure(
+    cases: Sequence[Case],
+    group: Group | None,
+    rounds: int,
+    inject: str,
+    bar: Steps,
+    *,
+    must_work: bool,
+    with_raw: bool,
+) -> Iterator[Row]:
+    """Each case's row as it comes. A backend that does not work here is left out and said, unless it was asked for.
+
+    `group` are several owners or readers, None for one of each.
+    """
     from itertools import groupby
 
     from pdlink.cli.output import note
     from pdlink.cli.transfer_gpus import find_gpus
-    from pdlink.cli.transfer_rig import Rig
-    from pdlink.cli.transfer_row import make_row
     from pdlink.cli.transfer_talk import Unavailable
 
     found = False
     reasons = []
     gpus = find_gpus() if cases[0].device == Device.CUDA else None
+    if group:
+        group.check(cases, gpus)
     for _, some in groupby(cases, key=lambda case: case.link):
         link = list(some)
         try:
-            with Rig(link[0], gpus) as rig:
-                for case in link:
-                    note(str(case))
-                    bar.say(f"{case.backend} over {case.transport}")
-                    yield make_row(case, rig.measure(case, rounds, inject), gpus.joined_by if gpus else "")
-                    bar.step()
-                    found = True
+            for row in (
+                _many(link, group, gpus, rounds, inject, bar, with_raw)
+                if group
+                else _pairs(link, gpus, rounds, inject, bar)
+            ):
+                yield row
+                bar.step()
+                found = True
         except Unavailable as error:
             if must_work:
                 raise
@@ -199,3 +243,30 @@ def _measure(cases: Sequence[Case], rounds: int, inject: str, bar: Steps, *, mus
             note(f"left out {reasons[-1]}")
     if not found:
         raise Unavailable(f"no backend works here ({'; '.join(reasons)})")
+
+
+def _pairs(link: Sequence[Case], gpus: Gpus | None, rounds: int, inject: str, bar: Steps) -> Iterator[Row]:
+    """The rows of one link: its processes serve one case after another."""
+    from pdlink.cli.output import note
+    from pdlink.cli.transfer_rig import Rig
+    from pdlink.cli.transfer_row import make_row
+
+    with Rig(link[0], gpus) as rig:
+        for case in link:
+            note(str(case))
+            bar.say(f"{case.backend} over {case.transport}")
+            yield make_row(case, rig.measure(case, rounds, inject), gpus.joined_by if gpus else "")
+
+
+def _many(
+    link: Sequence[Case], group: Group, gpus: Gpus | None, rounds: int, inject: str, bar: Steps, with_raw: bool
+) -> Iterator[Row]:
+    """The rows of several owners or readers: each case has processes of its own."""
+    from pdlink.cli.output import note
+    from pdlink.cli.transfer_many import ManyRig, make_row
+
+    for case in link:
+        note(f"{case}, {group.owners} owners x {group.readers} readers")
+        bar.say(f"{case.backend} over {case.transport}")
+        with ManyRig(case, group, gpus, with_raw=with_raw) as rig:
+            yield make_row(case, group, rig.measure(rounds, inject), gpus.joined_by if gpus else "")

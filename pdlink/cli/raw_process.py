@@ -138,16 +138,27 @@ class Side:
 
     def read(self, key: str, number: int, cut: str) -> Any:
         """One timed read, its bytes checked against fill `number`, right after one like it that is not timed."""
+        self.warm(key)
+        return self.read_at(key, number, cut, 0.0)
+
+    def warm(self, key: str) -> Any:
+        """The read that is not timed."""
         assert self._memory is not None
         self._end.read(_key(key, True))
         if not self._shape.scattered:
             self._memory.block.wipe()  # the same pages once more
+        return {}
+
+    def read_at(self, key: str, number: int, cut: str, start_at: float) -> Any:
+        """The timed read, not before `start_at` of the clock that all processes of a host share."""
+        assert self._memory is not None
+        time.sleep(max(0.0, start_at - time.perf_counter()))
         began = time.perf_counter()
         self._end.read(_key(key, False))
-        took_s = time.perf_counter() - began
+        ended = time.perf_counter()
         block = self._memory.block
         checks = {"pages": block.find_wrong_page, "layers": block.find_wrong_layer, "ranges": block.find_wrong_range}
-        return {"took_s": took_s, "wrong": checks[cut](number)}
+        return {"took_s": ended - began, "began": began, "ended": ended, "wrong": checks[cut](number)}
 
     def drive(self) -> bool:
         """Let the owner's library work once; whether it has to be driven at all."""

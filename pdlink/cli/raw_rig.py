@@ -148,7 +148,7 @@ class Pair:
     def read_s(self, read: Read, number: int, damage: bool = False) -> float:
         """Seconds of one read of fill `number`. Raises `WrongRun` when other bytes came."""
         ask(self.reader, ASK_TIMEOUT_S, "wipe")
-        ask(self._filler, ASK_TIMEOUT_S, "fill", number=number, damage=damage)
+        self.fill(number, damage)
         if self.owner:
             self.owner.say({"do": "serve"})
         told = ask(self.reader, ASK_TIMEOUT_S, "read", key=read.key, number=number, cut=read.cut)
@@ -157,6 +157,10 @@ class Pair:
         if told["wrong"]:
             raise WrongRun(f"{self.reader.name} brought other bytes than its owner holds: {told['wrong']}")
         return float(told["took_s"])
+
+    def fill(self, number: int, damage: bool) -> None:
+        """Write fill `number` into the owner's memory."""
+        ask(self._filler, ASK_TIMEOUT_S, "fill", number=number, damage=damage)
 
     def close_case(self) -> None:
         for child in (self.reader, self.owner):
@@ -180,7 +184,7 @@ class RawRig:
         self._pairs: dict[str, Pair] = {}
         self._stack = ExitStack()
         self._number = 0
-        self._found: dict[tuple[int, int, int, bool], dict[str, Taken]] = {}
+        self._found: dict[tuple[int, int, int, bool, int, int], dict[str, Taken]] = {}
         self.taken: dict[str, Taken] = {}
         """What is measured of the case that is open, in order."""
 

@@ -21,12 +21,24 @@ class Shape:
     """`num_pages` pages in each of `num_layers` layers of a pool.
 
     Scattered ones are drawn from a pool twice as large, so that no page has a neighbour; others fill their pool.
+    Only layers from `first_layer` up to `stop_layer` (0: the last) are filled, moved and checked: those of one owner.
     """
 
     page_bytes: int
     num_pages: int
     num_layers: int
     scattered: bool
+    first_layer: int = 0
+    stop_layer: int = 0
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.stop_layer or self.num_layers)
+
+    @property
+    def start_bytes(self) -> int:
+        """Where the first of `layers` begins in the pool."""
+        return self.first_layer * self.layer_bytes
 
     @property
     def pool_pages(self) -> int:
@@ -35,7 +47,7 @@ class Shape:
     @property
     def nbytes(self) -> int:
         """What a pull moves."""
-        return self.page_bytes * self.num_pages * self.num_layers
+        return self.page_bytes * self.num_pages * len(self.layers)
 
     @property
     def layer_bytes(self) -> int:
@@ -60,10 +72,10 @@ class Shape:
 
     def rows(self, warm: bool = False) -> tuple[Int64Array, Int64Array, Int64Array]:
         """(offset in the owner's block, offset in the reader's, bytes) of each range, neighbours merged."""
-        layer = np.arange(self.num_layers, dtype=np.int64)[:, None] * self.layer_bytes
+        layer = np.array(self.layers, dtype=np.int64)[:, None] * self.layer_bytes
         if not self.scattered:
             start = layer.reshape(-1)
-            return start, start, np.full(self.num_layers, self.layer_bytes, dtype=np.int64)
+            return start, start, np.full(len(self.layers), self.layer_bytes, dtype=np.int64)
         source, target = self.pages(warm)
         starts = [(layer + pages[None, :] * self.page_bytes).reshape(-1) for pages in (source, target)]
         return starts[0], starts[1], np.full(len(starts[0]), self.page_bytes, dtype=np.int64)
@@ -74,15 +86,15 @@ class Shape:
         Where pages are scattered no range touches the next one, which a library might merge with it.
         """
         nbytes = self.page_bytes * self.num_pages
-        start = np.arange(self.num_layers, dtype=np.int64) * self.layer_bytes
+        start = np.array(self.layers, dtype=np.int64) * self.layer_bytes
         start = start + (nbytes if warm and self.scattered else 0)
-        return start, start, np.full(self.num_layers, nbytes, dtype=np.int64)
+        return start, start, np.full(len(self.layers), nbytes, dtype=np.int64)
 
     def range_rows(self, num_ranges: int, warm: bool = False) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """As `rows`: the first `nbytes` bytes of the block, in `num_ranges` ranges."""
+        """As `rows`: `nbytes` bytes of the block from `start_bytes` on, in `num_ranges` ranges."""
         words = self.nbytes // WORD_BYTES
         bounds = np.arange(num_ranges + 1, dtype=np.int64) * words // num_ranges * WORD_BYTES
-        bounds = bounds + (self.nbytes if warm and self.scattered else 0)
+        bounds = bounds + self.start_bytes + (self.nbytes if warm and self.scattered else 0)
         return bounds[:-1], bounds[:-1], np.diff(bounds)
 
 
@@ -97,11 +109,11 @@ class Block:
         self._device = device
 
     def fill(self, number: int) -> None:
-        """Write fill `number` all over; on a device it is there when this returns."""
+        """Write fill `number` into every layer of the shape; on a device it is there when this returns."""
         size = len(self._flat)
         start = number * size
         step = size // self._shape.num_layers
-        for first in range(0, size, step):
+        for first in (layer * step for layer in self._shape.layers):
             self._flat[first : first + step] = self._arange(start + first, start + first + step)
         self._wait()
 
@@ -112,7 +124,7 @@ class Block:
 
     def damage(self) -> None:
         """Change one word of the first page that moves."""
-        self._flat[0] ^= 1
+        self._flat[self._shape.start_bytes // WORD_BYTES] ^= 1
         self._wait()
 
     def find_wrong_page(self, number: int) -> str:
@@ -126,10 +138,10 @@ class Block:
 
     def find_wrong_range(self, number: int) -> str:
         """The same for the first `nbytes` bytes, moved to where they were."""
-        size = self._shape.nbytes // WORD_BYTES
-        step = -(-size // self._shape.num_layers)
-        for first in range(0, size, step):
-            stop = min(first + step, size)
+        size, base = self._shape.nbytes // WORD_BYTES, self._shape.start_bytes // WORD_BYTES
+        step = -(-size // len(self._shape.layers))
+        for first in range(base, base + size, step):
+            stop = min(first + step, base + size)
             start = number * len(self._flat)
             if not bool((self._flat[first:stop] == self._arange(start + first, start + stop)).all()):
                 return f"bytes {first * WORD_BYTES}..{stop * WORD_BYTES}"
@@ -139,7 +151,7 @@ class Block:
         source, target = (self._index(one) for one in (source_pages, target_pages))
         num_words = self._shape.page_bytes // WORD_BYTES
         within = self._arange(0, num_words)[None, :]
-        for layer in range(self._shape.num_layers):
+        for layer in self._shape.layers:
             first = number * len(self._flat) + (layer * self._shape.pool_pages + source) * num_words
             same = (self._words[layer][target] == first[:, None] + within).all(1).tolist()
             if not all(same):

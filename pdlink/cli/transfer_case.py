@@ -42,6 +42,8 @@ class Case:
     num_layers: int
     scattered: bool
     device: str = HOST
+    part: tuple[int, int] = (0, 0)
+    """The first layer and the one after the last that move; (0, 0): all of them."""
 
     def __post_init__(self) -> None:
         if self.page_bytes < WORD_BYTES or self.page_bytes % WORD_BYTES:
@@ -53,13 +55,14 @@ class Case:
         return self.backend, self.transport
 
     @property
-    def shape(self) -> tuple[int, int, int, bool]:
+    def shape(self) -> tuple[int, int, int, bool, int, int]:
         """The fields of `transfer_bytes.Shape`."""
-        return self.page_bytes, self.num_pages, self.num_layers, self.scattered
+        return self.page_bytes, self.num_pages, self.num_layers, self.scattered, *self.part
 
     @property
     def nbytes(self) -> int:
-        return self.page_bytes * self.num_pages * self.num_layers
+        first, stop = self.part
+        return self.page_bytes * self.num_pages * ((stop or self.num_layers) - first)
 
     @property
     def settings(self) -> dict[str, object]:

@@ -8,7 +8,7 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
-from pdlink.address import Address
+from pdlink.address import Address, parse_address
 from pdlink.bootstrap.server import BootstrapServer
 from pdlink.cli.transfer_bytes import Shape
 from pdlink.cli.transfer_memory import Pool, make_layout, open_pool
@@ -23,9 +23,9 @@ INSTANCE = "prefill"
 REGISTER_TIMEOUT_S = 20.0
 
 
-def request_names(number: int) -> tuple[tuple[bool, str], ...]:
-    """The transfers of one round: the one that warms up (True), and the one that is measured."""
-    return (True, f"warm-{number}"), (False, f"request-{number}")
+def request_names(number: int, reader: int = 0) -> tuple[tuple[bool, str], ...]:
+    """The transfers of one round to one reader: the one that warms up (True), and the one that is measured."""
+    return (True, f"warm-{number}-{reader}"), (False, f"request-{number}-{reader}")
 
 
 class Owner:
@@ -35,22 +35,37 @@ class Owner:
         self._stack = ExitStack()
         self._pool: Pool | None = None
 
-    def open(self, shape: list[Any], settings: dict[str, Any], device: int) -> dict[str, Any]:
-        """Start a rank with every layer; returns where its bootstrap service and its memory are."""
+    def open(
+        self,
+        shape: list[Any],
+        settings: dict[str, Any],
+        device: int,
+        rank: int = 0,
+        num_ranks: int = 1,
+        bootstrap: str = "",
+    ) -> dict[str, Any]:
+        """Start rank `rank` of an instance that splits its layers over `num_ranks`; the shape's layers are its own.
+
+        It registers at `bootstrap`, or starts that (empty). Returns where bootstrap service and memory are.
+        """
         with ExitStack() as starting:
             self._shape = Shape(*shape)
             pool = self._pool = open_pool(self._shape, device)
             starting.callback(pool.close)
-            bootstrap = starting.enter_context(BootstrapServer.start(Address("127.0.0.1", 0)))
+            address = parse_address(bootstrap) if bootstrap else self._start_bootstrap(starting)
             node = starting.enter_context(Node(load_settings(**settings)))
-            layout, sizes = make_layout(self._shape), ParallelSizes()
+            layout, sizes, place = make_layout(self._shape), ParallelSizes(cp=num_ranks), RankCoordinates(cp=rank)
             plan = LayerPlan.balanced(layout, sizes)
-            owned = plan.owned[RankCoordinates()]
-            rank = PrefillRank(INSTANCE, layout, sizes, RankCoordinates(), plan.kinds, owned, pool.regions)
-            self._worker = node.prefill(rank, [bootstrap.address])
+            owned = plan.owned[place]
+            mine = tuple(region for region in pool.regions if region.layer in owned[region.component])
+            facts = PrefillRank(INSTANCE, layout, sizes, place, plan.kinds, owned, mine)
+            self._worker = node.prefill(facts, [address])
             self._worker.wait_registered(REGISTER_TIMEOUT_S)
             self._stack = starting.pop_all()
-        return {"bootstrap": str(bootstrap.address), "path": pool.path}
+        return {"bootstrap": str(address), "path": pool.path}
+
+    def _start_bootstrap(self, stack: ExitStack) -> Address:
+        return stack.enter_context(BootstrapServer.start(Address("127.0.0.1", 0))).address
 
     def fill(self, number: int, damage: bool) -> dict[str, Any]:
         """Write fill `number`, for whoever reads this memory."""
@@ -60,11 +75,11 @@ class Owner:
             self._pool.block.damage()
         return {}
 
-    def publish(self, number: int, damage: bool) -> dict[str, Any]:
-        """Write fill `number` and publish it twice: as the request that warms up, and as the one that is measured.
-        Returns how long the latter's publish took."""
+    def publish(self, number: int, damage: bool, num_readers: int = 1) -> dict[str, Any]:
+        """Write fill `number` and publish it twice for each reader: as the request that warms up, and as the one
+        that is measured. Returns how long the last publish took."""
         self.fill(number, damage)
-        for warm, name in request_names(number):
+        for warm, name in (one for reader in range(num_readers) for one in request_names(number, reader)):
             sender, pages = self._worker.open(name), self._shape.pages(warm)[0].tolist()
             began = time.perf_counter()
             sender.publish(pages, last=True)

@@ -14,6 +14,10 @@ import psutil
 import pytest
 
 from pdlink.cli.main import main
+from pdlink.cli.transfer_case import Case
+from pdlink.cli.transfer_gpus import Gpus
+from pdlink.cli.transfer_many import Group, Taken, make_row
+from pdlink.errors import BackendUnavailable
 from tests import processes
 from tests.backends.needs import needs_mooncake
 
@@ -65,6 +69,100 @@ def test_ipc_is_measured_both_ways_that_pages_lie(capsys: pytest.CaptureFixture[
     assert [row["num_descriptors"] for row in rows] == [16, 2]
     assert [json.loads(line) for line in file.read_text().splitlines()] == rows
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def run_many(capsys: pytest.CaptureFixture[str], owners: int, readers: int, *options: str) -> dict[str, Any]:
+    sizes = ("--page-bytes", "4096", "--num-pages", "8", "--layers", "6", "--scattered")
+    many = ("--owners", str(owners), "--readers", str(readers))
+    assert main(["bench", "transfer", *sizes, *many, *options, "--json"]) == 0, capsys.readouterr().err
+    row: dict[str, Any]
+    (row,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["owners"], row["readers"], row["layers_by_owner"]) == (owners, readers, [2, 2, 1, 1])
+    assert row["nbytes"] == 4096 * 8 * 6 * readers
+    assert len(row["rounds_ms"]) == 7
+    assert row["gbps"] == pytest.approx(row["nbytes"] / sorted(row["rounds_ms"])[3] / 1e6)
+    # What all readers had together took no less time than what each had.
+    assert len(row["reader_gbps"]) == readers
+    assert all(one > 0 for one in row["reader_gbps"])
+    if "--no-raw" in options:
+        assert (row["raw_gbps"], row["links_gbps"]) == (None, None)
+    else:
+        assert row["of_raw"] == pytest.approx(row["gbps"] / row["raw_gbps"])
+        assert row["of_links"] == pytest.approx(row["gbps"] / row["links_gbps"])
+    return row
+
+
+def test_one_reader_pulls_from_four_owners_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    row = run_many(capsys, 4, 1, "--backend", "ipc", "--no-raw")
+    assert row["reader_gbps"] == [row["gbps"]]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("readers", [1, 4])
+def test_four_owners_stand_beside_the_library_on_as_many_links(
+    capsys: pytest.CaptureFixture[str], readers: int
+) -> None:
+    run_many(capsys, 4, readers, "--backend", "ipc")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "link",
+    [
+        ("nixl", "--transport", "tcp", "--way", "direct"),
+        pytest.param(("mooncake", "--way", "direct"), marks=needs_mooncake),
+    ],
+    ids=lambda link: link[0],
+)
+def test_four_readers_pull_from_four_owners_over_libraries(
+    capsys: pytest.CaptureFixture[str], link: tuple[str, ...]
+) -> None:
+    run_many(capsys, 4, 4, "--backend", *link, "--no-raw")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--owners", "4", "--layers", "3"), "--owners 4 cannot split 3 layers"),
+        (("--owners", "2", "--goals"), "--goals is for one owner and one reader"),
+        (("--no-raw",), "--no-raw is for --owners or --readers of more than 1"),
+    ],
+)
+def test_several_owners_or_readers_are_refused_where_they_make_no_sense(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
+) -> None:
+    assert main(["bench", "transfer", "--backend", "ipc", *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_owners_have_a_gpu_each_and_readers_those_after_them() -> None:
+    cases = [Case("ipc", "nvlink", "mapped", 4096, 8, 8, True, "cuda")]
+    assert Group(4, 1).devices(Gpus(8, "nvlink")) == ([0, 1, 2, 3], [4])
+    assert Group(4, 4).devices(Gpus(8, "nvlink")) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    assert Group(4, 4).devices(Gpus(4, "nvlink")) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    assert Group(4, 2).devices(None) == ([-1] * 4, [-1] * 2)
+    Group(4, 4).check(cases, Gpus(4, "nvlink"))
+    with pytest.raises(BackendUnavailable, match="need at least 4 GPUs, and torch finds 2"):
+        Group(4, 1).check(cases, Gpus(2, "nvlink"))
+
+
+def test_a_merged_rate_is_from_the_first_begin_to_the_last_end() -> None:
+    case = Case("ipc", "shm", "mapped", 1000 * 8, 1, 2, True)
+    taken = Taken(
+        pulls=[{(0, 0): (1.0, 2.0), (1, 0): (1.5, 2.5), (0, 1): (2.0, 3.0), (1, 1): (2.0, 5.0)}],
+        requests_s=[[4.0, 3.0]],
+        raw=[{(0, 0): (0.0, 1.0), (1, 0): (0.0, 2.0), (0, 1): (0.0, 1.0), (1, 1): (0.0, 1.0)}],
+        alone_s=[{(0, 0): 1.0, (1, 0): 1.0, (0, 1): 1.0, (1, 1): 2.0}],
+    )
+    row = make_row(case, Group(2, 2), taken)
+    assert row["nbytes"] == 32_000
+    assert row["gbps"] == pytest.approx(8e-6)
+    assert row["reader_gbps"] == [pytest.approx(16_000 / 1.5 / 1e9), pytest.approx(16_000 / 3 / 1e9)]
+    assert row["raw_gbps"] == pytest.approx(16e-6)
+    assert row["links_gbps"] == pytest.approx((8 * 3 + 4) * 1e-6)
+    assert row["request_ms"] == 4000.0
 
 
 @pytest.mark.slow
