@@ -220,8 +220,8 @@ def _show(
         rows.append([_name(rank, layer_plan), *cells, *sizes[3 * number : 3 * number + 3]])
     print_table(out, ["rank", *columns, "KV", "unsplit", "scratch"], rows, left=1 + len(columns))
     if layer_plan.sizes.tp > 1:
-        held = {rank.owned_bytes for rank in footprint.ranks if rank.rank.cp == rank.rank.pp == rank.rank.dp == 0}
-        more = "; the first of them, shown here, have a head more than the others" if len(held) > 1 else ""
+        kept = {rank.owned_bytes for rank in footprint.ranks if rank.rank.cp == rank.rank.pp == rank.rank.dp == 0}
+        more = "; the first of them, shown here, have a head more than the others" if len(kept) > 1 else ""
         out.print(f"each row stands for {layer_plan.sizes.tp} tp ranks, which own the same layers{more}")
     idle = sum(not any(rank.owned.values()) for rank in shown)
     if idle:
