@@ -41,6 +41,7 @@ def bench_sidecar(
     from pdlink.cli.bench_control import summarise
     from pdlink.cli.beside_rig import Load, measure
     from pdlink.cli.output import console, note, print_json, print_table
+    from pdlink.cli.progress import progress
     from pdlink.cli.transfer_gpus import find_gpus
 
     on_gpu = device is DeviceName.CUDA
@@ -48,30 +49,34 @@ def bench_sidecar(
     load = Load(on_gpu, products, 4096 if on_gpu else 256, layers, pages, reader_device)
     rows: list[dict[str, object]] = []
     table: list[list[str]] = []
-    for one in where or WhereName:
-        with_mps = one is WhereName.SIDECAR_MPS
-        if with_mps and (reason := mps.why_not() if on_gpu else "MPS is for GPUs"):
-            note(f"{one}: left out: {reason}")
-            rows.append({"where": one.value, "left_out": reason})
-            table.append([one.value, reason, *("",) * len(FIGURES)])
-            continue
-        note(f"{one}: starting an engine, its link and a decode side; {2 * seconds:g} s of steps")
-        found = measure(load, seconds, beside=one is not WhereName.IN_PROCESS, with_mps=with_mps)
-        alone, busy = summarise(found.alone_ms), summarise(found.beside_ms)
-        rows.append(
-            {
-                "where": one.value,
-                "alone": {"num_steps": len(found.alone_ms), **alone},
-                "with_requests": {"num_steps": len(found.beside_ms), **busy},
-                "num_requests": found.num_requests,
-                "bytes_per_s": found.bytes_per_s,
-                "ways": list(found.ways),
-                "link_bytes": found.link_bytes,
-            }
-        )
-        steps = [f"{figures[name]:.3f}" for figures in (alone, busy) for name in ("p50_ms", "p99_ms")]
-        moved = [f"{found.num_requests:,}", f"{found.bytes_per_s / 1e9:.1f}", f"{found.link_bytes / (1 << 20):.0f}"]
-        table.append([one.value, ", ".join(found.ways), *steps, *moved])
+    wanted = list(where or WhereName)
+    with progress("places of the link", len(wanted)) as bar:
+        for one in wanted:
+            with_mps = one is WhereName.SIDECAR_MPS
+            if with_mps and (reason := mps.why_not() if on_gpu else "MPS is for GPUs"):
+                note(f"{one}: left out: {reason}")
+                rows.append({"where": one.value, "left_out": reason})
+                table.append([one.value, reason, *("",) * len(FIGURES)])
+                bar.step()
+                continue
+            note(f"{one}: starting an engine, its link and a decode side; {2 * seconds:g} s of steps")
+            found = measure(load, seconds, beside=one is not WhereName.IN_PROCESS, with_mps=with_mps)
+            alone, busy = summarise(found.alone_ms), summarise(found.beside_ms)
+            rows.append(
+                {
+                    "where": one.value,
+                    "alone": {"num_steps": len(found.alone_ms), **alone},
+                    "with_requests": {"num_steps": len(found.beside_ms), **busy},
+                    "num_requests": found.num_requests,
+                    "bytes_per_s": found.bytes_per_s,
+                    "ways": list(found.ways),
+                    "link_bytes": found.link_bytes,
+                }
+            )
+            steps = [f"{figures[name]:.3f}" for figures in (alone, busy) for name in ("p50_ms", "p99_ms")]
+            moved = [f"{found.num_requests:,}", f"{found.bytes_per_s / 1e9:.1f}", f"{found.link_bytes / (1 << 20):.0f}"]
+            table.append([one.value, ", ".join(found.ways), *steps, *moved])
+            bar.step()
     if json:
         print_json({"rows": rows, "device": device.value, "num_layers": layers, "num_pages": pages})
         return
