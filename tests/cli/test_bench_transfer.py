@@ -97,29 +97,35 @@ def test_one_reader_pulls_from_four_owners_at_once(capsys: pytest.CaptureFixture
     assert row["reader_gbps"] == [row["gbps"]]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("readers", [1, 4])
-def test_four_owners_stand_beside_the_library_on_as_many_links(
-    capsys: pytest.CaptureFixture[str], readers: int
-) -> None:
-    run_many(capsys, 4, readers, "--backend", "ipc")
+NIXL = ("--backend", "nixl", "--transport", "tcp", "--way", "direct")
+MOONCAKE = ("--backend", "mooncake", "--way", "direct")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "link",
+    ("readers", "link"),
     [
-        ("nixl", "--transport", "tcp", "--way", "direct"),
-        pytest.param(("mooncake", "--way", "direct"), marks=needs_mooncake),
+        pytest.param(4, ("--backend", "ipc"), id="ipc"),
+        pytest.param(1, NIXL, id="nixl"),
+        pytest.param(1, MOONCAKE, id="mooncake", marks=needs_mooncake),
     ],
-    ids=lambda link: link[0],
+)
+def test_four_owners_stand_beside_the_library_on_as_many_links(
+    capsys: pytest.CaptureFixture[str], readers: int, link: tuple[str, ...]
+) -> None:
+    run_many(capsys, 4, readers, *link)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "link", [pytest.param(NIXL, id="nixl"), pytest.param(MOONCAKE, id="mooncake", marks=needs_mooncake)]
 )
 def test_four_readers_pull_from_four_owners_over_libraries(
     capsys: pytest.CaptureFixture[str], link: tuple[str, ...]
 ) -> None:
-    run_many(capsys, 4, 4, "--backend", *link, "--no-raw")
+    run_many(capsys, 4, 4, *link, "--no-raw")
 
 
 @pytest.mark.parametrize(
