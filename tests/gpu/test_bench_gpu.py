@@ -9,13 +9,7 @@ import pytest
 
 from pdlink.cli.main import main
 
-torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu(2), pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def rows_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
