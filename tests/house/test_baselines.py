@@ -14,7 +14,7 @@ MAY_LOAD = {"transfer_bytes"}
 def is_baseline(module: Module) -> bool:
     last = module.name.rpartition(".")[2]
     return module.name.startswith("pdlink.cli.") and (
-        last in MAY_LOAD or (last.startswith("raw_") and last != "raw_rig")
+        last in MAY_LOAD or (last.startswith("raw_") and last not in ("raw_rig", "raw_many"))
     )
 
 
