@@ -23,7 +23,7 @@ KNOWS_WILDCARDS = {"pdlink.address"}
 # Whose threads need no supervisor: it is that itself; what a thread raised is taken by whoever waits for its answer
 # (mooncake's reads, sglang's questions); or it is a test's, a command's or a demo's, which ends with it.
 MAY_START_THREADS = (
-    *("pdlink.threads", "pdlink.backends.mooncake_engine", "pdlink_engines.sglang.manager"),
+    *("pdlink.threads", "pdlink.backends.lanes", "pdlink_engines.sglang.manager"),
     *("pdlink.testing.", "pdlink.cli.", "pdlink_engines.reference.demo."),
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdlink.memory.presence import has_ended, own_presence
+from tests.processes import started
 
 PROGRAM = """
 import sys
@@ -22,11 +23,9 @@ sys.stdin.read()
 
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with started([sys.executable, "-c", PROGRAM], text=True, **pipes) as process:
         yield process
-        process.kill()
 
 
 def test_a_process_has_ended_once_it_is_killed_waited_for_or_not(other: subprocess.Popen[str]) -> None:
