@@ -96,6 +96,7 @@ class Bench:
         for layer in range(self.case.layers):
             if not self.case.loop:
                 meet()
+                self.clock.lead()
             at = self.clock.now()
             read = [self.read(reader, name, layer) for name in ("index_k", "latent")]
             if not self.case.loop:
