@@ -31,10 +31,10 @@ def node() -> Iterator[Node]:
 
 
 def test_workers_of_a_role_share_staging_memory_and_roles_do_not(node: Node) -> None:
-    prefill, decode = node._arena("prefill", [region()]), node._arena("decode", [region(), region()])
+    prefill, decode = node._arena("prefill", [region()], node.backends), node._arena("decode", [region(), region()], node.backends)
     assert prefill
     assert decode
-    assert prefill is node._arena("prefill", [region()])
+    assert prefill is node._arena("prefill", [region()], node.backends)
     assert prefill is not decode
     assert (decode.area.memory, decode.area.slot_bytes) == (MemoryKind.HOST, 8192)
 
@@ -51,7 +51,7 @@ def test_pages_in_several_places_move_without_staging_and_the_log_says_so(
     node: Node, regions: list[Region], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "pdlink.runtime"):
-        assert node._arena("prefill", regions) is None
+        assert node._arena("prefill", regions, node.backends) is None
     (said,) = [one.message for one in caplog.records if "without staging" in one.message]
     assert all(f"{one.memory} device {one.device}" in said for one in regions)
 

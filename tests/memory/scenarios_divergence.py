@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, LayoutError, PdlinkError, StateError
+from pdlink.errors import DeadlineExceeded, IntegrityError, InvalidInput, LayoutError, PdlinkError, PeerGone, StateError
 from pdlink.memory.communicator import GroupCommunicator
 from pdlink.memory.forward import ReadSpan
 from pdlink.memory.sharded_pool import LayerShardedPool
@@ -249,8 +249,9 @@ def a_rank_that_dies(world: World) -> None:
     if world.rank == 1:
         os._exit(0)
     error = failure_of(lambda: pool.read("latent", 4), SOON_S)
-    assert isinstance(error, IntegrityError)
+    assert isinstance(error, PeerGone)
     assert "'latent' layer 4" in str(error)
+    assert "shard rank 1 (global rank 1)" in str(error)
 
 
 def ranks_inside_the_group_are_not_taken_for_global_ones(world: World) -> None:

@@ -249,6 +249,7 @@ def test_channels_and_ports_are_opened_in_one_place_each():
                     found.add(str(path.relative_to(root / folder)))
     assert opened == {
         "secure_channel(": {"bootstrap/access.py"},
-        "insecure_channel(": {"bootstrap/access.py", "sidecar/stream.py"},  # a unix socket, of one user
+        # The sidecar's are unix sockets, of one user.
+        "insecure_channel(": {"bootstrap/access.py", "sidecar/stream.py", "sidecar/watch.py"},
         "_port(": {"bootstrap/server.py", "sidecar/engine_process.py"},
     }
