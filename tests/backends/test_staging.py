@@ -31,7 +31,8 @@ def node() -> Iterator[Node]:
 
 
 def test_workers_of_a_role_share_staging_memory_and_roles_do_not(node: Node) -> None:
-    prefill, decode = node._arena("prefill", [region()], node.backends), node._arena("decode", [region(), region()], node.backends)
+    prefill = node._arena("prefill", [region()], node.backends)
+    decode = node._arena("decode", [region(), region()], node.backends)
     assert prefill
     assert decode
     assert prefill is node._arena("prefill", [region()], node.backends)
