@@ -62,7 +62,7 @@ rig-down:
 # Images first, and a Docker engine where none runs: both stay when the tests are over.
 test-rig: $(STAMP)
 	@PYTHON=$(CURDIR)/$(BIN)/python docker/rig images
-	@$(BIN)/python -m pytest -n 0 -m rig tests/rig $(ARGS)
+	@$(BIN)/python -m pytest -n 0 -m rig tests/rig tests/engines/reference/test_serve_processes.py $(ARGS)
 
 # The judge runs on its own: it imports nothing of what it judges.
 soak: $(STAMP) system-libraries

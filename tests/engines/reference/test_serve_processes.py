@@ -23,7 +23,8 @@ MODEL = "glm-dsa-tiny"
 PROMPT = "A prompt of more than one page, so that several pages and every layer have to move between two processes."
 NUM_TOKENS = 6
 
-pytestmark = pytest.mark.slow
+# What the rig runs in containers: beside its own tests, for the time it takes.
+pytestmark = pytest.mark.rig
 
 
 class Servers:
