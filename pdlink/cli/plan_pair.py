@@ -210,13 +210,15 @@ def _show_totals(out: Console, sizes: ParallelSizes, taken: DecodeSizes, table: 
     busiest, fullest = max(given, key=lambda rank: given[rank]), max(took, key=lambda rank: took[rank])
     total, gives, takes = _in_mib([table.nbytes, given[busiest], took[fullest]])
     out.print(f"in all {total} in {table.num_descriptors:,} descriptors (way direct, no two pages neighbours)")
+    out.print("that many descriptors at most: the staged way moves a few large ranges instead")
     out.print(f"prefill {_rank(busiest, sizes)} gives most: {gives}, {table.source_imbalance:.2f} x the mean of all")
     out.print(f"decode {_rank(fullest, taken)} takes most: {takes}, {table.reader_imbalance:.2f} x the mean of all")
     idle = sum(not nbytes for nbytes in given.values())
     if idle:
         out.print(f"note: {idle} of {len(given)} prefill ranks give nothing")
     if taken.dcp > 1:
-        out.print(f"note: {taken.dcp} neighbouring decode ranks share the tokens: one takes every {taken.dcp}. (dcp)")
+        count = taken.dcp
+        out.print(f"note: dcp {count}: each of {count} neighbouring decode ranks keeps one of every {count} tokens")
     if sizes.dp > 1 or taken.dp > 1:
         out.print("note: a request stays inside one dp group of each side; every two groups look like this")
 

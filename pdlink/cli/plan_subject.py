@@ -105,6 +105,7 @@ def heads_of(num_heads: int, tp: int, rank: int, what: str) -> range:
         return range(rank * num_heads // tp, rank * num_heads // tp + 1)
     if tp > num_heads:
         raise InvalidInput(
-            f"{what} {num_heads} cannot be spread over tp {tp}; past the number of heads, tp must be a multiple of it"
+            f"{what} {num_heads} cannot be spread over tp {tp}; give a tp of at most {num_heads}, or a multiple of "
+            f"{num_heads}, where several ranks have the same head"
         )
     return balanced_ranges(num_heads, tp)[rank]

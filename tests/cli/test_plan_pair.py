@@ -92,7 +92,7 @@ def test_layers_of_many_replicas_are_counted_rather_than_listed(capsys: pytest.C
 def test_an_instance_with_idle_ranks_or_shared_tokens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     out = text(capsys, "--prefill", "dp2cp4", "--decode", "tp4dcp2", "--layers", "3", "--latent-bytes", "656")
     assert "1 of 4 prefill ranks give nothing" in out
-    assert "2 neighbouring decode ranks share the tokens" in out
+    assert "each of 2 neighbouring decode ranks keeps one of every 2 tokens" in out
     assert "a request stays inside one dp group" in out
 
 
