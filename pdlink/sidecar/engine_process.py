@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ CRASH_END_S = 1.7
 """To tell peers of an engine that has died and to let go of its memory; then by force, which leaves peers to time out.
 """
 END_S = 20.0
+ENDING_S = 0.5
+"""Within which an engine whose stream broke is seen to have ended, where it has."""
 HANDOVER_TIMEOUT_S = 10.0
 """For what the engine has sent before it attaches."""
 STOP_GRACE_S = 1.0
@@ -174,7 +177,8 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
     stream.finish()
     if not code:
         server.stop(STOP_GRACE_S).wait(STOP_GRACE_S)
-    if has_died:
+    # The stream of an engine that is killed may break before its process is seen to have ended.
+    if engine and (has_died or select.select(engine.watched(), [], [], ENDING_S)[0]):
         shm.sweep_stale()  # its segments, which nobody else would remove before the next engine starts
     # The lifeline stays open to the very end: the engine takes its end for the end of all that runs here.
     return code
