@@ -31,6 +31,7 @@ NUM_LIVE = 2
 """Requests that are published and not yet released."""
 REGISTER_TIMEOUT_S = 60.0
 DRAIN_TIMEOUT_S = 5.0
+DRAIN_NAP_S = 1e-3
 WARM_STEPS = 20
 
 
@@ -103,7 +104,7 @@ class Engine:
         """Not measured: let readers have what was published."""
         give_up = time.monotonic() + DRAIN_TIMEOUT_S
         while time.monotonic() < give_up and not all(one.poll().is_final for one in self._live):
-            time.sleep(1e-3)
+            time.sleep(DRAIN_NAP_S)
         for one in self._live:
             one.abort("the measurement has ended")
         self._live.clear()
