@@ -21,6 +21,8 @@ import secrets
 import stat
 import sys
 import threading
+import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +33,7 @@ SHM_DIR = "/dev/shm"
 PREFIX = "pdlink-"
 _NAME = re.compile(r"pdlink-[0-9]{1,10}-[0-9a-f]{16}")
 _CREATE_ATTEMPTS = 8
+SWEEP_AGAIN_S = 0.02
 _PROTECTION = {False: mmap.PROT_READ, True: mmap.PROT_READ | mmap.PROT_WRITE}
 
 
@@ -194,6 +197,11 @@ def locate(address: int, nbytes: int) -> Location | None:
     return _TABLE.locate(address, nbytes)
 
 
+def adopted() -> tuple[str, ...]:
+    """The names of the segments that are adopted here and not closed. Thread-safe."""
+    return _TABLE.adopted()
+
+
 def close_all() -> None:
     """Close every segment of this process, for one that is about to end without running its exit handlers."""
     _TABLE.close_all()
@@ -206,6 +214,17 @@ def sweep_stale() -> tuple[str, ...]:
         if _NAME.fullmatch(name) and _remove_if_ownerless(name):
             removed.append(name)
     return tuple(removed)
+
+
+def sweep_until_gone(names: Collection[str], timeout_s: float) -> None:
+    """As `sweep_stale`, again and again until none of `names` is left or the time is over: the kernel holds the lock of
+    an owner that has died for as long as somebody, a monitor say, looks into that process's memory."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        sweep_stale()
+        if not any(os.path.exists(f"{SHM_DIR}/{name}") for name in names) or time.monotonic() >= give_up:
+            return
+        time.sleep(SWEEP_AGAIN_S)
 
 
 def _remove_if_ownerless(name: str) -> bool:
@@ -321,6 +340,10 @@ class _Table:
             segment = self._segments[at]
         offset = address - segment.address
         return Location(segment.name, offset, segment.nbytes) if offset + nbytes <= segment.nbytes else None
+
+    def adopted(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(one.name for one in self._segments if isinstance(one, AttachedSegment))
 
     def close_all(self) -> None:
         for segment in list(self._segments):

@@ -48,6 +48,8 @@ CRASH_END_S = 1.7
 END_S = 20.0
 ENDING_S = 0.5
 """Within which an engine whose stream broke is seen to have ended, where it has."""
+SWEEP_S = 2.0
+"""For a dead engine's memory to be let go of by all who have it still."""
 HANDOVER_TIMEOUT_S = 10.0
 """For what the engine has sent before it attaches."""
 STOP_GRACE_S = 1.0
@@ -64,10 +66,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Stream(rpc.SidecarEngineServicer):
-    """The one stream of the engine. `wake` becomes readable when it has ended."""
+    """The one stream of the engine. `wake` becomes readable when it has ended; `broke` says if that was unasked."""
 
     def __init__(self, session_of: Session | None = None) -> None:
         self.session = session_of
+        self.broke = False
         self.wake, self._awaken = os.pipe()
         self._out: queue.SimpleQueue[pb.SidecarMessage | None] = queue.SimpleQueue()
         self._is_taken = threading.Lock()
@@ -100,6 +103,7 @@ class Stream(rpc.SidecarEngineServicer):
             for message in messages:
                 self.session.hear(message)
         except Exception as error:  # noqa: BLE001 - an RPC boundary: gRPC raises a bare one where a call was cancelled
+            self.broke = True
             log.info("the engine's stream broke: %s", error)
 
     def _end(self) -> None:
@@ -142,9 +146,9 @@ def main() -> None:
         server.start()
         parent.say({"backends": list(node.backends)})
         code = _serve(listener, stream, stream.session, server)
-    if code:
-        shm.close_all()
-        os._exit(code)
+    # By force: the interpreter would wait for threads that still ask somebody something, and nobody hears the answer.
+    shm.close_all()
+    os._exit(code)
 
 
 def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server: grpc.Server) -> int:
@@ -158,7 +162,10 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
             log.info("serving engine process %d", engine.pid)
             watched = engine.watched()
             gone = lifeline.wait_any((*watched, sys.stdin.fileno(), stream.wake))
+            # The stream of an engine that is killed may break before its process is seen to have ended.
             has_died = bool(gone.intersection(watched))
+            if stream.broke and not has_died:
+                has_died = bool(select.select(watched, [], [], ENDING_S)[0])
             if has_died:
                 text = f"the engine (process {engine.pid}) has ended"
             elif stream.wake in gone:
@@ -166,6 +173,7 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
     except (DeadlineExceeded, AccessDenied) as error:
         text = str(error)
     log.log(logging.WARNING if has_died else logging.INFO, "%s", text)
+    its_memory = shm.adopted()
     quiet: list[bool] = []
     ending = SupervisedThread(lambda: quiet.append(session.end(text)), "pdlink-sidecar-end", "sidecar")
     ending.start()
@@ -177,9 +185,8 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
     stream.finish()
     if not code:
         server.stop(STOP_GRACE_S).wait(STOP_GRACE_S)
-    # The stream of an engine that is killed may break before its process is seen to have ended.
-    if engine and (has_died or select.select(engine.watched(), [], [], ENDING_S)[0]):
-        shm.sweep_stale()  # its segments, which nobody else would remove before the next engine starts
+    if has_died:
+        shm.sweep_until_gone(its_memory, SWEEP_S)  # nobody else would before the next engine starts
     # The lifeline stays open to the very end: the engine takes its end for the end of all that runs here.
     return code
 

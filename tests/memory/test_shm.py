@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 import torch
 
 from pdlink.backends import shm
-from pdlink.backends.shm import SHM_DIR, Location, Segment, attach, locate, sweep_stale
+from pdlink.backends.shm import SHM_DIR, Location, Segment, attach, locate, sweep_stale, sweep_until_gone
 from pdlink.errors import BackendUnavailable, InvalidInput, PeerGone, RegionError, StateError
 from pdlink.memory.allocate import allocate
 from tests import processes
@@ -194,8 +196,22 @@ def test_what_a_killed_process_left_goes_at_the_next_sweep() -> None:
         assert path_of(name).exists()
         process.kill()
         process.wait(processes.PATIENCE_S)
-        sweep_stale()
+        sweep_until_gone([name], processes.PATIENCE_S)
         assert not path_of(name).exists()
+
+
+def test_a_lock_that_outlasts_its_owner_for_a_moment_is_waited_for() -> None:
+    with owning_python() as (process, name), path_of(name).open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        process.kill()
+        process.wait(processes.PATIENCE_S)
+        sweep_until_gone([name], 0.1)
+        assert path_of(name).exists(), "whoever has the lock may live"
+        late = threading.Timer(0.1, lambda: fcntl.flock(held, fcntl.LOCK_UN))
+        late.start()
+        sweep_until_gone([name], processes.PATIENCE_S)
+        assert not path_of(name).exists()
+        late.join()
 
 
 def test_the_first_segment_of_a_process_sweeps() -> None:
@@ -211,7 +227,7 @@ def test_a_reader_does_not_keep_a_dead_owners_segment() -> None:
         attached = attach(name, 4096)
         owner.kill()
         owner.wait(processes.PATIENCE_S)
-        sweep_stale()
+        sweep_until_gone([name], processes.PATIENCE_S)
         assert not path_of(name).exists()
         assert not attached.array.any()
         attached.close()

@@ -47,9 +47,10 @@ class Engine:
         os.kill(self.child.pid, signal.SIGKILL)
         self.child.wait(PATIENCE_S)
 
-    def is_cleared_away(self) -> bool:
-        """Whether nothing is left of it: neither its memory nor the process that served it."""
-        return is_gone(self.serving_pid) and not list(SHM.glob(f"pdlink-{self.child.pid}-*"))
+    def remains(self) -> list[str]:
+        """What is left of it: its memory, and the process that served it."""
+        served = [] if is_gone(self.serving_pid) else [f"process {self.serving_pid}"]
+        return served + [path.name for path in SHM.glob(f"pdlink-{self.child.pid}-*")]
 
 
 class Sidecar:
@@ -87,6 +88,6 @@ def wait_gone(engine: Engine, *, sweep: bool = False) -> None:
     def is_gone_at_last() -> bool:
         if sweep:
             processes.sweep()
-        return engine.is_cleared_away()
+        return not engine.remains()
 
-    assert wait_until(is_gone_at_last), f"something of the {engine.role} engine is left"
+    assert wait_until(is_gone_at_last), f"left of the {engine.role} engine: {engine.remains()}"

@@ -108,7 +108,7 @@ def test_nothing_leaks_and_the_survivors_serve_however_one_dies(rig: Rig) -> Non
         pair.serve()
     for engine in pair.engines.values():
         engine.child.close()
-        assert wait_until(engine.is_cleared_away)
+        wait_gone(engine)
     for sidecar in pair.sidecars.values():
         sidecar.stop()
         assert sidecar.has_left_nothing()
