@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,8 +29,10 @@ from pdlink.runtime.node import Node
 from pdlink.testing.pattern import PatternPool
 from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.states import SenderState
+from tests.processes import PATIENCE_S
 
 DEADLINE_S = 60.0
+LOOK_S = 0.002
 # What takes longer than this on a slow and busy machine is lost; tests of these limits set their own.
 PATIENT = {"resolve_timeout_s": 60.0, "connect_timeout_s": 60.0, "subscribe_timeout_s": 60.0, "confirm_timeout_s": 30.0}
 PAGE_SIZE = 64
@@ -140,14 +143,13 @@ def _check(node: Node) -> None:
     assert node.loop.counters.handler_errors == 0
 
 
-def wait_until(holds: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
     """Wait for something that another thread brings about."""
-    over = threading.Event()
-    for _ in range(int(timeout_s / 0.002)):
-        if holds():
-            return
-        over.wait(0.002)
-    raise AssertionError(f"not so within {timeout_s:g} s")
+    give_up = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() >= give_up:
+            raise AssertionError(f"not so within {timeout_s:g} s")
+        time.sleep(LOOK_S)
 
 
 def assert_all(senders: Sequence[Sender], state: SenderState) -> None:

@@ -44,7 +44,7 @@ from tests.link.rig import (
 from tests.link.staged import arena, pair, publish_scattered, staged_site
 
 pytestmark = pytest.mark.backend("ipc")
-PROMPT_S = 30.0
+PROMPT_S = 45.0
 """Far below every deadline of a link but its repeats."""
 SLOW = {"confirm_timeout_s": 60.0, "subscribe_timeout_s": 60.0, "liveness_timeout_s": 60.0}
 
