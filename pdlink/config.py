@@ -217,55 +217,95 @@ def load_settings(
     """Settings from `environ` (the process's own by default) under `overrides`, and above those of the YAML `file`, or
     of the one that `PDLINK_CONFIG` names.
 
-    Raises `ConfigError` naming the variable or the key, its value and what is allowed.
+    Raises `ConfigError` with everything that is wrong: the variable or the key, its value and what is allowed.
     """
     return trace_settings(environ, file=file, **overrides).settings
 
 
 def trace_settings(environ: Mapping[str, str] | None = None, *, file: str | None = None, **overrides: object) -> Loaded:
     """Like `load_settings`, and where each value came from."""
-    env = os.environ if environ is None else environ
-    path = file or env.get(FILE_VARIABLE)
+    values, sources, problems = _gather(os.environ if environ is None else environ, file, overrides)
+    try:
+        settings = Settings.model_validate(values)
+    except ValidationError as error:
+        for name in dict.fromkeys(str(one["loc"][0]) for one in error.errors(include_input=False)):
+            told = _told(sources[name], name, values[name])
+            problems.append(f"{told} cannot be used: {_allowed(name)}")
+        raise ConfigError(*problems) from error
+    if problems:
+        raise ConfigError(*problems)
+    default = Source(Origin.DEFAULT)
+    return Loaded(settings, {name: sources.get(name, default) for name in Settings.model_fields})
+
+
+def _gather(
+    env: Mapping[str, str], file: str | None, overrides: Mapping[str, object]
+) -> tuple[dict[str, object], dict[str, Source], list[str]]:
+    """What each known setting is given as, unchecked, by whom, and what is wrong with the names."""
     values: dict[str, object] = {}
     sources: dict[str, Source] = {}
-    for name, value in (read_config_file(path, Settings.model_fields, _SECRETS) if path else {}).items():
-        values[name], sources[name] = value, Source(Origin.FILE, f"{path}: {name}")
+    problems: list[str] = []
+    if path := file or env.get(FILE_VARIABLE):
+        try:
+            lines, problems = read_config_file(path, Settings.model_fields, _SECRETS)
+        except ConfigError as error:
+            lines, problems = {}, list(error.problems)
+        for name, text in lines.items():
+            values[name], sources[name] = text, Source(Origin.FILE, f"{path}: {name}")
     known = {PREFIX + name.upper(): name for name in Settings.model_fields}
     for variable, text in env.items():
         if not variable.startswith(PREFIX) or variable in _ours_elsewhere():
             continue
         if variable not in known:
-            raise ConfigError(
+            problems.append(
                 f"unknown environment setting {variable}={_shown(variable, text)}{nearest(variable, known)}"
             )
+            continue
         values[known[variable]], sources[known[variable]] = text, Source(Origin.ENVIRONMENT, variable)
     for name, given in overrides.items():
-        if given is not None:
+        if given is None:
+            continue
+        if name not in Settings.model_fields:
+            problems.append(f"unknown setting {name}={_shown(name, given)}{nearest(name, Settings.model_fields)}")
+        else:
             values[name], sources[name] = given, Source(Origin.FLAG)
-    try:
-        settings = Settings.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(str(part) for part in first["loc"])
-        shown = _shown(PREFIX + name.upper(), first.get("input"))
-        source = sources.get(name)
-        told = (
-            f"{source.where}={shown}" if source and source.origin is Origin.FILE else f"{PREFIX}{name.upper()}={shown}"
-        )
-        raise ConfigError(f"setting {told} cannot be used: {first['msg']}") from error
-    default = Source(Origin.DEFAULT)
-    return Loaded(settings, {name: sources.get(name, default) for name in Settings.model_fields})
+    return values, sources, problems
+
+
+def _told(source: Source, name: str, value: object) -> str:
+    """A value as a refusal names it, and who gave it."""
+    if source.origin is Origin.FLAG:
+        return f"option or argument {name}={_shown(name, value)}"
+    kind = "environment setting" if source.origin is Origin.ENVIRONMENT else "setting in"
+    return f"{kind} {source.where}={_shown(name, value)}"
+
+
+def _allowed(name: str) -> str:
+    """What a setting takes, as advice."""
+    schema = Settings.model_json_schema()["properties"][name]
+    if choices := schema.get("enum"):
+        return f"use {', '.join(choices[:-1])} or {choices[-1]}"
+    kind = schema.get("type")
+    if kind == "boolean":
+        return "use true or false"
+    if kind not in ("integer", "number"):
+        return "give it as text"
+    if kind == "number":
+        return f"give seconds as a number above {schema['exclusiveMinimum']:g} and at most {schema['maximum']:g}"
+    least, most = schema["minimum"], schema.get("maximum")
+    return f"give a whole number {f'of at least {least}' if most is None else f'from {least} to {most}'}"
 
 
 _SECRETS = frozenset({"token"})
 """Settings whose value nobody else may read."""
 
 
-def _shown(variable: str, value: object) -> str:
+def _shown(name: str, value: object) -> str:
     """The value as errors show it; that of anything like a secret, mistyped ones included, is hidden."""
-    if variable.endswith(("_FILE", "_KEY", "_CA", "_CERTIFICATE")):
+    name = name.upper()
+    if name.endswith(("_FILE", "_KEY", "_CA", "_CERTIFICATE")):
         return repr(value)
-    return HIDDEN if _SECRET.search(variable) else repr(value)
+    return HIDDEN if _SECRET.search(name) else repr(value)
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -22,36 +22,41 @@ log = logging.getLogger("pdlink.config")
 MAX_BYTES = 1 << 20
 
 
-def read_config_file(path: str, known: Collection[str], secrets: Collection[str] = ()) -> dict[str, str]:
-    """The settings of the file at `path`; an empty file has none. One of `secrets` in a file that others may read is a
-    warning.
+def read_config_file(
+    path: str, known: Collection[str], secrets: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """The settings of the file at `path`, and what is wrong with its lines; an empty file has neither. One of `secrets`
+    in a file that others may read is a warning.
 
-    Raises `ConfigError` for a file that cannot be read or is no such mapping, a name that is not among `known` (with
-    the nearest one), and one that stands there twice. The text of a value is in no error: it may be a secret.
+    Wrong are a name that is not among `known` (the nearest one is told), one that stands there twice, and one with
+    several values. Raises `ConfigError` for a file that cannot be read or is no such mapping. The text of a value is in
+    no error: it may be a secret.
     """
     import yaml  # most processes read no file
 
     node = _parse(path, _read(path))
     if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):  # `---` alone is an empty document
-        return {}
+        return {}, []
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{path}: line {_line(node)}: settings are lines of `name: value`, and nothing else")
     found: dict[str, str] = {}
+    problems = []
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else ""
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             advice = f"; did you mean {near[0]}?" if near else "; `pdlink config show` lists those that there are"
-            raise ConfigError(f"{path}: line {_line(key)}: unknown setting {name!r}{advice}")
-        if name in found:
-            raise ConfigError(f"{path}: line {_line(key)}: {name} stands there twice; keep one of them")
-        if not isinstance(value, yaml.ScalarNode):
-            raise ConfigError(f"{path}: line {_line(value)}: {name} takes one value, not several")
-        found[name] = value.value
+            problems.append(f"{path}: line {_line(key)}: unknown setting {name!r}{advice}")
+        elif name in found:
+            problems.append(f"{path}: line {_line(key)}: {name} stands there twice; keep one of them")
+        elif not isinstance(value, yaml.ScalarNode):
+            problems.append(f"{path}: line {_line(value)}: {name} takes one value, not several")
+        else:
+            found[name] = value.value
     for name in secrets:
         if name in found and os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
             log.warning("%s holds %s, and others may read that file; chmod 600 it", path, name)
-    return found
+    return found, problems
 
 
 def _read(path: str) -> str:

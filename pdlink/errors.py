@@ -15,7 +15,13 @@ class PdlinkError(Exception):
 
 
 class InvalidInput(PdlinkError, ValueError):
-    """A value from outside (flag, file, environment, frame, engine call) that cannot be used."""
+    """A value from outside (flag, file, environment, frame, engine call) that cannot be used; or several of them,
+    each told in `problems`, and all of them in `str`."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        told = "; ".join(f"({number}) {one}" for number, one in enumerate(problems, 1))
+        super().__init__(f"{len(problems)} values cannot be used: {told}" if len(problems) > 1 else "".join(problems))
 
 
 class ConfigError(InvalidInput):

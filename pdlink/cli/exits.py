@@ -83,13 +83,40 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
 
 def _usage(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """A mistake in the command line. The parser names the option, but neither the value nor where to look."""
-    text = error.format_message().rstrip(".")
-    names: Sequence[str] = getattr(getattr(error, "param", None), "opts", ())
-    value = _given(names, arguments)
-    if value is not None:
-        text = f"{names[0]} {value!r} cannot be used: {error.message.rstrip('.')}"
+    text = bad_value(error, arguments)
     context: typer.Context | None = getattr(error, "ctx", None)
     return f"{text}; see '{context.command_path} --help'" if context else text
+
+
+def bad_value(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """Which option or argument of a command line cannot be used, its value where that is known, and what to give."""
+    parameter = getattr(error, "param", None)
+    names: Sequence[str] = getattr(parameter, "opts", ())
+    value = _given(names, arguments)
+    if value is None:
+        return error.format_message().rstrip(".")
+    return f"{names[0]} {value!r} cannot be used: {_advice(error) or error.message.rstrip('.')}"
+
+
+_ADVICE = {
+    "int_parsing": "give a whole number",
+    "int_from_float": "give a whole number",
+    "float_parsing": "give a number",
+    "bool_parsing": "use true or false",
+    "greater_than_equal": "give at least {ge}",
+    "less_than_equal": "give at most {le}",
+    "greater_than": "give more than {gt}",
+    "less_than": "give less than {lt}",
+    "value_error": "{error}",
+}
+"""What to give, by the kind of fault that the parser's checker names and its limits."""
+
+
+def _advice(error: typer.TyperException) -> str:
+    """What to give instead, in words of ours; empty where only the parser knows."""
+    faults = getattr(error.__cause__, "errors", None)
+    first = faults()[0] if callable(faults) else {}
+    return _ADVICE.get(first.get("type", ""), "").format_map(first.get("ctx", {})).rstrip(".")
 
 
 def _given(names: Sequence[str], arguments: Sequence[str]) -> str | None:

@@ -37,7 +37,6 @@ from pdlink.cli import (
     sidecar,
 )
 from pdlink.cli.interrupts import orderly_end
-from pdlink.errors import ConfigError
 from pdlink.limits import raise_soft_limit
 from pdlink.observability.logs import set_up
 
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with orderly_end():
             try:
-                _set_up_logging()
+                _set_up_logging(arguments)
                 _invoke(arguments)
             finally:
                 sys.stdout.flush()
@@ -163,13 +162,19 @@ def _invoke(arguments: Sequence[str]) -> None:
             raise RuntimeError(f"a command ended with code {end.exit_code} instead of an error") from end
 
 
-def _set_up_logging() -> None:
-    """Log to standard error as `PDLINK_LOG` and `PDLINK_LOG_FORMAT` say; commands that read settings do so again."""
+def _set_up_logging(arguments: Sequence[str]) -> None:
+    """Log to standard error as `PDLINK_LOG` and `PDLINK_LOG_FORMAT` say; commands that read settings do so again.
+
+    Raises `ConfigError` for values that are neither.
+    """
     # grpc's core prints what it also raises; an error is one line here.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     level, style = os.environ.get("PDLINK_LOG", "warning"), os.environ.get("PDLINK_LOG_FORMAT", "text")
-    if level.lower() not in LEVELS:
-        raise ConfigError(f"PDLINK_LOG={level!r} is not a log level; use debug, info, warning or error")
-    if style not in ("text", "json"):
-        raise ConfigError(f"PDLINK_LOG_FORMAT={style!r} is no format of the log; use text or json")
-    set_up(level, "json" if style == "json" else "text")
+    if level.lower() in LEVELS and style in ("text", "json"):
+        set_up(level, "json" if style == "json" else "text")
+        return
+    set_up("warning", "text")
+    if not any(one.partition("=")[0] in ("--set", "--config") for one in arguments):
+        from pdlink.config import load_settings
+
+        load_settings()  # raises, with whatever else is wrong; a command with these options does so itself

@@ -38,23 +38,32 @@ def trace(config: str | None, assigned: Sequence[str] | None, **flags: object) -
     from pdlink.observability.logs import set_up
 
     given = {name: value for name, value in flags.items() if value is not None}
-    loaded = trace_settings(None, file=config, **{**_parse(assigned or ()), **given})
+    values, problems = _parse(assigned or ())
+    try:
+        loaded = trace_settings(None, file=config, **{**values, **given})
+    except ConfigError as error:
+        raise ConfigError(*problems, *error.problems) from error
+    if problems:
+        raise ConfigError(*problems)
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     set_up(loaded.settings.log, loaded.settings.log_format)
     return loaded
 
 
-def _parse(assigned: Sequence[str]) -> dict[str, object]:
+def _parse(assigned: Sequence[str]) -> tuple[dict[str, object], list[str]]:
+    """The settings of `--set`, and what is wrong with the others."""
     from pdlink.config import Settings, nearest
 
     values: dict[str, object] = {}
+    problems = []
     for text in assigned:
         name, equals, value = text.partition("=")
         if not equals:
-            raise ConfigError(f"--set takes NAME=VALUE, and {name!r} has no value")
-        if name not in Settings.model_fields:
-            raise ConfigError(f"--set {name}: unknown setting{nearest(name, Settings.model_fields)}")
-        if name in SECRETS:
-            raise ConfigError(f"--set {name}: every user of this machine could read it there; set {name}_file")
-        values[name] = value
-    return values
+            problems.append(f"--set takes NAME=VALUE, and {name!r} has no value")
+        elif name not in Settings.model_fields:
+            problems.append(f"--set {name}: unknown setting{nearest(name, Settings.model_fields)}")
+        elif name in SECRETS:
+            problems.append(f"--set {name}: every user of this machine could read it there; set {name}_file")
+        else:
+            values[name] = value
+    return values, problems

@@ -58,7 +58,7 @@ def test_a_secret_is_never_shown(
     [
         ("max_pers=1", "--set max_pers: unknown setting; did you mean max_peers?"),
         ("max_peers", "--set takes NAME=VALUE, and 'max_peers' has no value"),
-        ("max_peers=soon", "PDLINK_MAX_PEERS='soon' cannot be used"),
+        ("max_peers=soon", "option or argument max_peers='soon' cannot be used: give a whole number from 1"),
         (f"token={SECRET}", "--set token: every user of this machine could read it there; set token_file"),
     ],
 )
@@ -67,6 +67,27 @@ def test_an_assignment_that_cannot_be_used_is_refused(capsys: pytest.CaptureFixt
     captured = capsys.readouterr()
     assert said in captured.err
     assert SECRET not in captured.err
+
+
+def test_all_that_is_wrong_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDLINK_LOG", "loud")
+    monkeypatch.setenv("PDLINK_MAX_PEERS", "0")
+    assert command.main(["config", "show"]) == 2
+    alone = capsys.readouterr().err
+    assert alone.startswith("error: 2 values cannot be used: (1) environment setting PDLINK_")
+    assert command.main(["config", "show", "--set", "way", "--set", f"token={SECRET}", "--set", "staging_slots=x"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("error: 5 values cannot be used: (1) ")
+    for one in (
+        "'way' has no value",
+        "set token_file",
+        "staging_slots='x'",
+        "PDLINK_MAX_PEERS='0'",
+        "PDLINK_LOG='loud'",
+    ):
+        assert one in said
+    assert SECRET not in said
 
 
 def test_without_a_command_it_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:

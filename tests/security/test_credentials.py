@@ -53,7 +53,7 @@ def test_errors_about_variables_that_look_like_secrets_do_not_quote_them():
         with pytest.raises(ConfigError, match=variable) as refused:
             load_settings({variable: TOKEN})
         assert TOKEN not in str(refused.value)
-    with pytest.raises(ConfigError, match="PDLINK_TOKEN=") as refused:
+    with pytest.raises(ConfigError, match="argument token=") as refused:
         load_settings({}, token=[TOKEN])
     assert TOKEN not in str(refused.value)
     assert TOKEN not in str(refused.value.__cause__)
