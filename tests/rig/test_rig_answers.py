@@ -13,6 +13,9 @@ from tests.rig.rig import NAME, NET, Rig, wait_until
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 OWNERS = [f"prefill/dp0.pp0.cp{rank}.tp0" for rank in range(4)]
+RANKS = [f"prefill-{rank}" for rank in range(4)]
+READS = ("pdlink_layer_reads_total", "pdlink_layer_fetch_seconds_count")
+"""What each rank counts of its pool: reads of layers, and those of other ranks' layers."""
 
 
 def test_answers_equal_those_of_one_process_and_every_owner_was_pulled_from(
@@ -55,7 +58,18 @@ def test_prometheus_counts_what_the_front_counts(rig: Rig, expected: dict[str, l
             lambda front=front, theirs=theirs: gain(front) == gain(theirs) > 0,
             f"{front} and {theirs} grow alike; they are {gain(front)} and {gain(theirs)}",
         )
-    assert rig.query('min(up{job!="prometheus"})') == 1
+    wait_until(lambda: rig.query('min(up{job!="prometheus"})') == 1, "Prometheus reaches every target")
+
+
+def test_prometheus_has_the_reads_of_every_prefill_rank(rig: Rig, expected: dict[str, list[int]]) -> None:
+    reads, brought = (f'{name}{{job="prefill-rank"}}' for name in READS)
+    ranks = {one: f'{reads.removesuffix("}")},instance="{one}:8100"}}' for one in RANKS}
+    before = {one: rig.query(expression) for one, expression in ranks.items()}
+    prompt, tokens = next(iter(expected.items()))
+    rig.complete(prompt, len(tokens))
+    for one, expression in ranks.items():
+        wait_until(lambda e=expression, b=before[one]: rig.query(e) > b, f"{one} has read layers")
+    assert rig.query(f"sum({brought})") > 0
 
 
 def test_the_directory_lists_four_owners_at_addresses_of_the_sidecar(rig: Rig) -> None:

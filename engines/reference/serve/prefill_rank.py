@@ -20,7 +20,7 @@ from pdlink.errors import InvalidInput, PdlinkError
 from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.owners import ShardOwners
 from pdlink.memory.sharded_pool import LayerShardedPool
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.verbs import NodeVerbs, PrefillVerbs, SenderVerbs
 from pdlink_engines.reference.gather import CpGroup
 from pdlink_engines.reference.group import RankGroup
@@ -28,6 +28,8 @@ from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.prefill import FinishedPages, PrefillEngine, PrefillResult
 from pdlink_engines.reference.serve.jobs import Inbox, Job
 from pdlink_engines.reference.serve.options import PrefillOptions
+from pdlink_engines.reference.serve.pool_metrics import PoolMetrics
+from pdlink_engines.reference.watched import watch_pool, watch_reader
 
 log = logging.getLogger("pdlink_engines.serve")
 
@@ -50,8 +52,15 @@ class PrefillServer:
     """One rank while its group stands. One thread."""
 
     def __init__(
-        self, options: PrefillOptions, model: ReferenceModel, node: NodeVerbs, inbox: Inbox, group: RankGroup
+        self,
+        options: PrefillOptions,
+        model: ReferenceModel,
+        node: NodeVerbs,
+        inbox: Inbox,
+        group: RankGroup,
+        metrics: PoolMetrics,
     ) -> None:
+        """The pool's reads are counted by `metrics`, and by `node` too where that is in this process."""
         self._options = options
         self._inbox = inbox
         self._group = group
@@ -61,7 +70,10 @@ class PrefillServer:
         owners = ShardOwners.of(layout, plan, place)
         timeout_s = options.group_timeout_s
         reader = BroadcastReader.open(owners, range(options.cp), timeout_s=timeout_s) if options.cp > 1 else None
-        self._pool = LayerShardedPool(layout, plan.owned[place], options.pool_pages, reader=reader)
+        watched = watch_reader(node, metrics.watch_reader(reader))
+        self._pool = LayerShardedPool(layout, plan.owned[place], options.pool_pages, reader=watched)
+        watch_pool(node, self._pool)
+        metrics.watch_pool(self._pool)
         self._worker: PrefillVerbs = node.prefill(
             PrefillRank(
                 options.instance, layout, options.sizes, place, plan.kinds, plan.owned[place], self._pool.regions()

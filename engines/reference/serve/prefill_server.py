@@ -19,10 +19,11 @@ from pdlink_engines.reference.group import RankGroup
 from pdlink_engines.reference.models import ReferenceModel
 from pdlink_engines.reference.serve import keeper
 from pdlink_engines.reference.serve.gang import Leader, follow
-from pdlink_engines.reference.serve.http_thread import MAX_ID_CHARS, MAX_PROMPT_CHARS, HttpThread, refuse
+from pdlink_engines.reference.serve.http_thread import MAX_ID_CHARS, MAX_PROMPT_CHARS, Handler, HttpThread, refuse
 from pdlink_engines.reference.serve.jobs import Inbox, Job
 from pdlink_engines.reference.serve.link import open_link, standing
 from pdlink_engines.reference.serve.options import PrefillOptions
+from pdlink_engines.reference.serve.pool_metrics import PoolMetrics
 from pdlink_engines.reference.serve.prefill_rank import PrefillServer, leave_group
 from pdlink_engines.reference.serve.watchdog import end_within
 
@@ -49,6 +50,7 @@ class PrefillProcess:
         self._options = options
         self._model = model
         self._inbox = Inbox(options.max_requests)
+        self._metrics = PoolMetrics()
         self._over = threading.Event()
         self._unready = FORMING
 
@@ -56,7 +58,9 @@ class PrefillProcess:
         """Serve until the group breaks (`keeper.AGAIN`) or SIGTERM (0)."""
         signal.signal(signal.SIGTERM, lambda *_: self._over.set())
         options = self._options
-        routes = {"POST /prefill": self._prefill} if options.is_leader else {}
+        routes: dict[str, Handler] = {"GET /metrics": self._metrics.handle}
+        if options.is_leader:
+            routes["POST /prefill"] = self._prefill
         http = HttpThread(options.http_address, routes, lambda: self._unready)
         leader = Leader(options.leader_address, options.cp) if options.is_leader else None
         try:
@@ -77,7 +81,8 @@ class PrefillProcess:
         try:
             if not self._meet(leader):
                 return
-            server = PrefillServer(self._options, self._model, node, self._inbox, RankGroup(dist.group.WORLD))
+            group = RankGroup(dist.group.WORLD)
+            server = PrefillServer(self._options, self._model, node, self._inbox, group, self._metrics)
             server.wait_registered(REGISTER_TIMEOUT_S)
             log.info("%d prefill ranks are one group", self._options.cp)
             while not self._over.is_set():

@@ -70,6 +70,12 @@ class Servers:
     def logs(self) -> str:
         return "\n".join(f"--- {one.name}\n{one.read_text()[-3000:]}" for one in sorted(self._folder.glob("*.log")))
 
+    def metrics(self, rank: int) -> dict[str, float]:
+        """What a prefill rank shows: the value of each sample by its name, labels included."""
+        with urllib.request.urlopen(f"http://{self._http[rank]}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if one[:1] != "#")}
+
     def _get(self, path: str) -> int:
         try:
             with urllib.request.urlopen(f"{self.front}{path}", timeout=10) as response:
@@ -115,6 +121,10 @@ def test_servers_answer_what_one_process_answers_and_go_on_after_a_rank_was_kill
     found = servers.complete()
     assert found["pdlink"]["tokens"] == expected
     assert sorted(found["pdlink"]["pulled_bytes"]) == ["prefill/dp0.pp0.cp0.tp0", "prefill/dp0.pp0.cp1.tp0"]
+    for rank in range(2):
+        shown = servers.metrics(rank)
+        assert shown["pdlink_layer_reads_total"] >= shown['pdlink_layer_fetch_seconds_count{reader="broadcast"}'] > 0
+        assert shown["pdlink_layer_fetch_bytes_total"] > 0
     servers.ranks[1].kill()
     servers.ranks[1].wait(processes.PATIENCE_S)
     servers.start_rank(1)
