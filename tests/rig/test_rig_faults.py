@@ -68,7 +68,7 @@ def test_no_request_fails_when_a_container_is_cut_off_and_found_again(rig: Rig, 
     time.sleep(LONG_PAUSE_S)
     rig.connect(service)
     if service.endswith("-sidecar"):
-        # UCX, in a process whose network interface was taken away and another one put there, reached nobody any more.
+        # UCX reads routes once in a process (ucs/sys/netlink.c), and has none for an interface that has come since.
         rig.restart(service)
     rig.wait_ready()
     traffic.wait_right(4)
