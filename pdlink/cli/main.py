@@ -36,6 +36,7 @@ from pdlink.cli import (
     plan,
     sidecar,
 )
+from pdlink.cli.faults import EveryOption
 from pdlink.cli.interrupts import orderly_end
 from pdlink.limits import raise_soft_limit
 from pdlink.observability.logs import set_up
@@ -66,7 +67,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(name="bench", help="Measure a part on this machine.", rich_markup_mode=None)
 app.command(epilog=examples.DEMO)(demo.demo)
-app.command(epilog=examples.PLAN)(plan.plan)
+app.command(cls=EveryOption, epilog=examples.PLAN)(plan.plan)
 app.command(epilog=examples.BOOTSTRAP)(bootstrap.bootstrap)
 app.command(epilog=examples.SIDECAR)(sidecar.sidecar)
 app.command("inspect", epilog=inspect_directory.EXAMPLES)(inspect_directory.inspect)

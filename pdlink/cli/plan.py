@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pdlink.cli.faults import Fault, Faults
 from pdlink.cli.plan_subject import DEFAULT_MODEL, Figures, Subject
 from pdlink.errors import InvalidInput, LayoutError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from pdlink.layout.components import CacheLayout
+    from pdlink.layout.decode_plan import DecodeSizes
     from pdlink.layout.footprint import Footprint, RankFootprint
     from pdlink.layout.layer_plan import LayerPlan
     from pdlink.layout.parallel import ParallelSizes
@@ -29,6 +31,13 @@ MAX_LAYERS = 4096
 MAX_TOKENS = 1 << 40
 
 
+class Indexers(StrEnum):
+    """On which layers indexer keys are counted, as an option."""
+
+    EVERY = "every"
+    OWN = "own"
+
+
 class Kind(StrEnum):
     """How layers are placed, as an option."""
 
@@ -37,6 +46,7 @@ class Kind(StrEnum):
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help=f"A named model (default {DEFAULT_MODEL}); an unknown name lists them.")
     ] = None,
@@ -46,6 +56,9 @@ def plan(
     kv_heads: Annotated[int, typer.Option(min=0, help="Described: KV heads of the model (GQA, MHA).")] = 0,
     head_dim: Annotated[int, typer.Option(min=0, help="Described: values of a head.")] = 0,
     dtype: Annotated[str | None, typer.Option(help="KV dtype; the default is the model's.")] = None,
+    indexers: Annotated[
+        Indexers, typer.Option(help="Indexer keys: on every layer, or on the model's own alone.")
+    ] = Indexers.EVERY,
     page_size: Annotated[int, typer.Option(min=1, max=1 << 16, help="Tokens of a page.")] = 64,
     prefill: Annotated[
         str | None, typer.Option(help="Prefill's sizes in one word, like pp2cp4tp1 (dp, pp, cp, tp); or these:")
@@ -75,18 +88,29 @@ def plan(
     from pdlink.layout.footprint import measure
     from pdlink.layout.layer_plan import LayerPlan, PlanKind
 
-    sizes = _prefill_sizes(prefill, pp, cp, tp)
-    figures = Figures(model, layers or 0, latent_bytes, index_bytes, kv_heads, head_dim, dtype, page_size)
-    subject = figures.subject(sizes.tp)
+    faults = Faults(context)
+    sizes = faults.attempt(lambda: _prefill_sizes(prefill, pp, cp, tp), "prefill", "pp", "cp", "tp")
+    wanted = (model, layers or 0, latent_bytes, index_bytes, kv_heads, head_dim, dtype, page_size)
+    figures = Figures(*wanted, own_indexers=indexers is Indexers.OWN)
+    found = figures.faults(sizes.tp if sizes else 1)
+    faults.add(found)
     if decode is not None:
-        from pdlink.cli.plan_pair import show_pair
+        from pdlink.cli.plan_pair import decode_sizes, show_pair
 
+        taken = faults.attempt(lambda: decode_sizes(decode))
         theirs = replace(figures, page_size=decode_page_size or page_size, dtype=decode_dtype or dtype)
-        prefills = figures.layouts(sizes.tp)
-        show_pair(subject, prefills, sizes, PlanKind(kind.value), decode, theirs, tokens, as_json=json)
+        faults.add(_only_of_decode(theirs, taken, found, "--decode-dtype" if decode_dtype else "--dtype"))
+        faults.end()
+        assert sizes is not None, "what cannot be read was raised"
+        assert taken is not None, "what cannot be read was raised"
+        subject, prefills = figures.subject(sizes.tp), figures.layouts(sizes.tp)
+        show_pair(subject, prefills, sizes, PlanKind(kind.value), taken, theirs, tokens, as_json=json)
         return
     if decode_page_size or decode_dtype:
-        raise InvalidInput("--decode-page-size and --decode-dtype go with --decode")
+        faults.add([("--decode-page-size and --decode-dtype go with --decode", ())])
+    faults.end()
+    assert sizes is not None, "what cannot be read was raised"
+    subject = figures.subject(sizes.tp)
     placed = PlanKind(kind.value)
     results = []
     for layout in filter(None, (subject.layout, subject.own_layout)):
@@ -97,15 +121,28 @@ def plan(
         results.append((layout, layer_plan, footprint))
     if json:
         value = _as_json(subject, sizes, *results[0]) | {"plan": kind.value, "page_size": page_size}
+        value |= {"indexers": indexers.value if subject.shares_indexers else None}
         own = _as_json(subject, sizes, *results[1]) if len(results) > 1 else None
         print_json(value | {"own_layout": own})
         return
     out = console()
     _show_head(out, subject, sizes, kind, results[0][0], results[0][2])
+    if subject.shares_indexers:
+        out.print(subject.counted)
     for (layout, layer_plan, footprint), lead in zip(results, ("", f"{subject.title}'s own layout: "), strict=False):
         _show(out, kind, layout, layer_plan, footprint, lead)
-    if subject.own_layout:
+    if subject.shares_indexers:
         out.print(f"\nwhich layers run an indexer: {subject.source}")
+
+
+def _only_of_decode(theirs: Figures, taken: DecodeSizes | None, found: Sequence[Fault], option: str) -> list[Fault]:
+    """What is wrong with decode's figures, beside what was found wrong with prefill's."""
+    from pdlink.cli.plan_pair import short
+
+    known = [text for text, _ in found]
+    side = f"decode {short(taken)}: " if taken else "decode: "
+    faults = theirs.faults(taken.tp if taken else 1, option)
+    return [(f"{side}{text}", parameters) for text, parameters in faults if text not in known]
 
 
 def _prefill_sizes(text: str | None, pp: int | None, cp: int | None, tp: int | None) -> ParallelSizes:
@@ -194,6 +231,7 @@ def _show(
     out: Console, kind: Kind, layout: CacheLayout, layer_plan: LayerPlan, footprint: Footprint, lead: str
 ) -> None:
     from pdlink.cli.output import format_sizes, print_table
+    from pdlink.cli.plan_reasons import partial_components, uneven_heads, uneven_layers
     from pdlink.layout.layer_plan import compact_ids
 
     def per_token(name: str) -> str:
@@ -219,10 +257,14 @@ def _show(
         cells = [compact_ids(ids) for ids in held]
         rows.append([_name(rank, layer_plan), *cells, *sizes[3 * number : 3 * number + 3]])
     print_table(out, ["rank", *columns, "KV", "unsplit", "scratch"], rows, left=1 + len(columns))
-    if layer_plan.sizes.tp > 1:
+    plan_sizes = layer_plan.sizes
+    if plan_sizes.tp > 1:
         kept = {rank.owned_bytes for rank in footprint.ranks if rank.rank.cp == rank.rank.pp == rank.rank.dp == 0}
         more = "; the first of them, shown here, have a head more than the others" if len(kept) > 1 else ""
-        out.print(f"each row stands for {layer_plan.sizes.tp} tp ranks, which own the same layers{more}")
+        out.print(f"each row stands for {plan_sizes.tp} tp ranks, which own the same layers{more}")
+    notes = [] if lead else uneven_layers(layout, plan_sizes.pp, plan_sizes.cp if kind is Kind.SPLIT else 1)
+    for note in [*notes, *partial_components(layout), *uneven_heads(layout, plan_sizes.tp)]:
+        out.print(f"note: {note}")
     idle = sum(not any(rank.owned.values()) for rank in shown)
     if idle:
         out.print(f"note: {idle} of {len(shown)} ranks own nothing, because there are more ranks than layers to split")

@@ -10,6 +10,7 @@ from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from pdlink.cli.plan_reasons import copies, num_copies, partial_components, uneven_heads, uneven_layers
 from pdlink.cli.plan_subject import Figures, Subject
 from pdlink.errors import IncompatibleError, InvalidInput, LayoutError, Mismatch, PlanError
 
@@ -32,21 +33,20 @@ def show_pair(
     prefill: Sequence[CacheLayout],
     sizes: ParallelSizes,
     kind: PlanKind,
-    decode: str,
+    taken: DecodeSizes,
     figures: Figures,
     num_tokens: int,
     *,
     as_json: bool,
 ) -> None:
     """Print the pairing of prefill's `subject`, whose tp ranks have the layouts `prefill`, with a decode instance of
-    sizes `decode`, which caches `figures`.
+    sizes `taken`, which caches `figures`.
 
     Raises `InvalidInput` for sizes that cannot be, and `IncompatibleError` or `PlanError` (after the JSON, where that
     is asked for) with why the two sides do not fit.
     """
     from pdlink.cli.output import console, print_json
 
-    taken = _decode_sizes(decode)
     if sizes.pp * sizes.cp * sizes.tp * taken.num_readers > MAX_PAIRS:
         raise InvalidInput(f"{sizes} with {taken} makes more than {MAX_PAIRS} pairs of ranks; plan fewer at once")
     head = {
@@ -57,7 +57,7 @@ def show_pair(
         "page_size": figures.page_size,
         "tokens": num_tokens,
     }
-    layouts = _layouts(figures, taken)
+    layouts = figures.layouts(taken.tp)
     try:
         table = _table(prefill, layouts, sizes, kind, taken, num_tokens)
     except (IncompatibleError, PlanError, LayoutError) as error:
@@ -65,16 +65,23 @@ def show_pair(
             print_json(head | {"fits": False, "refused": _refusals(error)})
         raise _refused(error, sizes, taken) from error
     if as_json:
-        print_json(head | {"fits": True, "refused": []} | _as_json(table))
+        times = num_copies(layouts[0], taken)
+        counts = {"pulls_of_each_byte": times, "cache_bytes": table.nbytes // times}
+        print_json(head | {"fits": True, "refused": []} | _as_json(table) | counts)
         return
     out = console()
     _show(out, subject, sizes, kind, taken, table)
+    for note in _reasons(prefill[0], layouts[0], sizes, kind, taken):
+        out.print(f"note: {note}")
     own = figures.subject(taken.tp).own_layout if subject.own_layout else None
+    if own is None and subject.shares_indexers:
+        out.print(f"note: {subject.counted}")
     if own is not None:
         _show_own(out, subject, _table([subject.own_layout or own], [own] * taken.tp, sizes, kind, taken, num_tokens))
 
 
-def _decode_sizes(text: str) -> DecodeSizes:
+def decode_sizes(text: str) -> DecodeSizes:
+    """The sizes that `--decode` names. Raises `InvalidInput`."""
     from pdlink.layout.decode_plan import DecodeSizes
     from pdlink.layout.parallel import read_sizes
 
@@ -82,14 +89,6 @@ def _decode_sizes(text: str) -> DecodeSizes:
         return DecodeSizes(**read_sizes(text, ("dp", "pp", "tp", "dcp")))
     except LayoutError as error:
         raise InvalidInput(f"--decode {error}") from error
-
-
-def _layouts(figures: Figures, taken: DecodeSizes) -> list[CacheLayout]:
-    """Of each tp rank of decode."""
-    try:
-        return figures.layouts(taken.tp)
-    except InvalidInput as error:
-        raise InvalidInput(f"decode {_short(taken)}: {error}") from error
 
 
 def _table(
@@ -135,7 +134,7 @@ def _refused(error: Exception, sizes: ParallelSizes, taken: DecodeSizes) -> Inva
         text = f"{differences}{more}; {next(iter(fixes), '')}".rstrip("; ")
     else:
         text = str(error)
-    return InvalidInput(f"prefill {_short(sizes)} and decode {_short(taken)} cannot be paired: {text}")
+    return InvalidInput(f"prefill {short(sizes)} and decode {short(taken)} cannot be paired: {text}")
 
 
 def _causes(mismatches: Sequence[Mismatch]) -> list[Mismatch]:
@@ -185,8 +184,8 @@ def _show(
     group = subject.layout.page_groups[0]
     pages = table.num_pages[group.name]
     out.print(
-        f"{subject.title}, {subject.layout.num_layers} layers: prefill {_short(sizes)} ({kind.value}) -> "
-        f"decode {_short(taken)}\n"
+        f"{subject.title}, {subject.layout.num_layers} layers: prefill {short(sizes)} ({kind.value}) -> "
+        f"decode {short(taken)}\n"
         f"a request of {table.num_tokens:,} tokens, {pages:,} pages of {group.page_size}\n"
     )
     rows = table.alike()
@@ -202,15 +201,17 @@ def _show(
     print_table(out, [*columns, "bytes each", "descriptors each", "bytes of all"], lines, left=len(columns))
     if len(rows) > len(shown):
         out.print(f"and {len(rows) - len(shown)} rows more; --json has every pair")
-    _show_totals(out, sizes, taken, table)
+    _show_totals(out, subject, sizes, taken, table)
 
 
-def _show_totals(out: Console, sizes: ParallelSizes, taken: DecodeSizes, table: PairTable) -> None:
+def _show_totals(out: Console, subject: Subject, sizes: ParallelSizes, taken: DecodeSizes, table: PairTable) -> None:
     given, took = table.nbytes_of_source, table.nbytes_of_reader
     busiest, fullest = max(given, key=lambda rank: given[rank]), max(took, key=lambda rank: took[rank])
     total, gives, takes = _in_mib([table.nbytes, given[busiest], took[fullest]])
+    (distinct,) = _in_mib([table.nbytes // num_copies(subject.layout, taken)])
     out.print(f"in all {total} in {table.num_descriptors:,} descriptors (way direct, no two pages neighbours)")
     out.print("that many descriptors at most: the staged way moves a few large ranges instead")
+    out.print(copies(subject.layout, taken, distinct))
     out.print(f"prefill {_rank(busiest, sizes)} gives most: {gives}, {table.source_imbalance:.2f} x the mean of all")
     out.print(f"decode {_rank(fullest, taken)} takes most: {takes}, {table.reader_imbalance:.2f} x the mean of all")
     idle = sum(not nbytes for nbytes in given.values())
@@ -223,18 +224,35 @@ def _show_totals(out: Console, sizes: ParallelSizes, taken: DecodeSizes, table: 
         out.print("note: a request stays inside one dp group of each side; every two groups look like this")
 
 
+def _reasons(
+    prefill: CacheLayout, decode: CacheLayout, sizes: ParallelSizes, kind: PlanKind, taken: DecodeSizes
+) -> list[str]:
+    """Why some ranks give or take more than others."""
+    from pdlink.layout.layer_plan import PlanKind
+
+    split = kind is PlanKind.SPLIT
+    by_heads = any(one.total_heads for one in prefill.components)
+    alike = (1 if split else sizes.cp) * (1 if by_heads else sizes.tp)
+    given = uneven_layers(prefill, sizes.pp, sizes.cp if split else 1) + uneven_heads(prefill, sizes.tp)
+    given += partial_components(prefill)
+    shared = [f"{alike} ranks hold the same layers, of which decode pulls some from each"] if alike > 1 else []
+    received = uneven_layers(decode, taken.pp, 1) + uneven_heads(decode, taken.tp)
+    return [f"prefill: {one}" for one in given + shared] + [f"decode: {one}" for one in received]
+
+
 def _show_own(out: Console, subject: Subject, table: PairTable) -> None:
     own = subject.own_layout
     assert own is not None
     num_indexed = len(own.component("index_k").layers)
     (total,) = _in_mib([table.nbytes])
     out.print(
-        f"note: with indexer keys on the {num_indexed} layers alone that run an indexer ({subject.title}'s own layout) "
-        f"it is {total} in {table.num_descriptors:,} descriptors"
+        f"note: counted here: indexer keys on all {own.num_layers} layers; on the {num_indexed} alone that run an "
+        f"indexer ({subject.title}'s own layout) it is {total} in {table.num_descriptors:,} descriptors: "
+        "--indexers own"
     )
 
 
-def _short(sizes: ParallelSizes | DecodeSizes) -> str:
+def short(sizes: ParallelSizes | DecodeSizes) -> str:
     """As one would write them: axes of size 1 are left out."""
     named = {one.name: getattr(sizes, one.name) for one in fields(sizes)}
     return "".join(f"{axis}{size}" for axis, size in named.items() if size > 1) or "tp1"

@@ -8,25 +8,49 @@ from typing import TYPE_CHECKING
 from pdlink.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from pdlink.cli.faults import Fault
     from pdlink.layout.components import CacheLayout
 
 DEFAULT_MODEL = "glm-5.2"
+DESCRIBED = ("layers", "latent_bytes", "index_bytes", "kv_heads", "head_dim")
+"""Options of a layout without a name."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A layout, and where the model has one of its own, that too."""
+    """The layout that is counted, and where the model has another one of its own, that too.
+
+    `shares_indexers`: only some layers of the model run an indexer, so that there are two ways to count its keys.
+    """
 
     name: str
     title: str
     layout: CacheLayout
     own_layout: CacheLayout | None = None
     source: str = ""
+    shares_indexers: bool = False
+
+    @property
+    def counted(self) -> str:
+        """Which layers' indexer keys are counted, where there is a choice, and how to get the other count."""
+        count = self.layout.num_layers
+        if self.own_layout:
+            num_own = len(self.own_layout.component("index_k").layers)
+            return (
+                f"counted here: indexer keys on all {count} layers, as an engine keeps them that allocates each layer "
+                f"alike; --indexers own counts those of the {num_own} layers alone that run an indexer"
+            )
+        num_own = len(self.layout.component("index_k").layers)
+        return (
+            f"counted here: indexer keys on the {num_own} of {count} layers alone that run an indexer ({self.title}'s "
+            "own layout); --indexers every counts them on all layers"
+        )
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The options that describe a cache: a model's name, or `layers` and what a token takes in each."""
+    """The options that describe a cache: a model's name, or `layers` and what a token takes in each. `own_indexers`:
+    keys are counted on those layers only that run an indexer."""
 
     model: str | None
     layers: int
@@ -36,6 +60,63 @@ class Figures:
     head_dim: int
     dtype: str | None
     page_size: int
+    own_indexers: bool = False
+
+    @property
+    def _is_described(self) -> bool:
+        return any((self.layers, self.latent_bytes, self.index_bytes, self.kv_heads, self.head_dim))
+
+    def faults(self, tp: int, dtype_option: str = "--dtype") -> list[Fault]:
+        """What is wrong with them for `tp` tensor-parallel ranks; figures without a fault make a subject."""
+        if not self._is_described:
+            return self._faults_of_name(self.model or DEFAULT_MODEL, tp, dtype_option)
+        if self.model:
+            text = f"--model {self.model} names a layout; leave out --layers and the other figures, or --model"
+            return [(text, ("model", *DESCRIBED)), *self._faults_of_name(self.model, 1, dtype_option)]
+        return self._faults_of_description(tp, dtype_option)
+
+    def _faults_of_name(self, name: str, tp: int, dtype_option: str) -> list[Fault]:
+        from pdlink.layout.models import DTYPE_BYTES, LATENT_BYTES, MODELS, nearest
+        from pdlink_engines.reference.models import MODEL_NAMES, model_shape
+
+        dtypes, fix = list(DTYPE_BYTES), ""
+        found: list[Fault] = []
+        if name in MODELS:
+            dtypes = list(LATENT_BYTES)
+            fix = f"is not one that {name} caches; give {', '.join(dtypes)}"
+        elif name in MODEL_NAMES:
+            shape = model_shape(name)
+            dtypes = [shape.dtype]
+            fix = f"is not what {name} runs in here; it is {shape.dtype}"
+            found += _spread(shape.kv_heads, tp, f"{name}: KV heads")
+        else:
+            found.append((f"unknown model {name!r}{nearest(name, (*MODELS, *MODEL_NAMES))}", ("model",)))
+        if self.dtype and self.dtype not in dtypes:
+            fix = fix or f"is unknown{nearest(self.dtype, dtypes)}"
+            found.append((f"{dtype_option} {self.dtype!r} {fix}", ("model", "dtype", "decode_dtype", *DESCRIBED)))
+        return found
+
+    def _faults_of_description(self, tp: int, dtype_option: str) -> list[Fault]:
+        from pdlink.layout.models import DTYPE_BYTES, nearest
+
+        found: list[Fault] = []
+        if not self.layers:
+            found.append(("a described layout needs --layers", ("layers",)))
+        if bool(self.latent_bytes) == bool(self.kv_heads):
+            text = "a described layout needs either --latent-bytes, or --kv-heads and --head-dim"
+            found.append((text, ("latent_bytes", "kv_heads")))
+        if bool(self.kv_heads) != bool(self.head_dim):
+            text = f"--kv-heads {self.kv_heads} and --head-dim {self.head_dim} go together"
+            found.append((text, ("kv_heads", "head_dim")))
+        if self.kv_heads and self.index_bytes:
+            found.append(("--index-bytes goes with --latent-bytes", ("kv_heads", "index_bytes")))
+        elif 0 < self.index_bytes < 5:
+            text = f"--index-bytes {self.index_bytes} must hold a key and its scale of 4 bytes; give 5 or more"
+            found.append((text, ("index_bytes",)))
+        if self.dtype and self.dtype not in DTYPE_BYTES:
+            text = f"{dtype_option} {self.dtype!r} is unknown{nearest(self.dtype, DTYPE_BYTES)}"
+            found.append((text, ("dtype", "decode_dtype")))
+        return found + _spread(self.kv_heads, tp, "--kv-heads")
 
     def layouts(self, tp: int) -> list[CacheLayout]:
         """Of each of `tp` ranks. Raises `InvalidInput`."""
@@ -46,42 +127,29 @@ class Figures:
         return [made[count] for count in counts]
 
     def subject(self, tp: int, rank: int = 0) -> Subject:
-        """What rank `rank` of `tp` caches. Where tp does not divide the heads, the first ranks have one more. Raises
-        `InvalidInput`."""
-        if any((self.layers, self.latent_bytes, self.index_bytes, self.kv_heads, self.head_dim)):
-            if self.model:
-                text = "names a layout; leave out --layers and the other figures, or --model"
-                raise InvalidInput(f"--model {self.model} {text}")
+        """What rank `rank` of `tp` caches. Where tp does not divide the heads, the first ranks have one more. The
+        figures have no `faults`. Raises `InvalidInput`."""
+        if self._is_described:
             return self._described(tp, rank)
         return self._named(self.model or DEFAULT_MODEL, tp, rank)
 
     def _named(self, name: str, tp: int, rank: int) -> Subject:
-        from pdlink.layout.models import MODELS, nearest
-        from pdlink_engines.reference.models import MODEL_NAMES, model_shape
+        from pdlink.layout.models import MODELS
+        from pdlink_engines.reference.models import model_shape
 
         if one := MODELS.get(name):
             kind = self.dtype or "bfloat16"
-            own = one.own_layout(self.page_size, kind) if one.shares_indexers else None
-            return Subject(name, one.title, one.layout(self.page_size, kind), own, one.source)
-        if name not in MODEL_NAMES:
-            raise InvalidInput(f"unknown model {name!r}{nearest(name, (*MODELS, *MODEL_NAMES))}")
+            every, own = one.layout(self.page_size, kind), one.own_layout(self.page_size, kind)
+            if self.own_indexers or not one.shares_indexers:
+                return Subject(name, one.title, own, None, one.source, one.shares_indexers)
+            return Subject(name, one.title, every, own, one.source, one.shares_indexers)
         shape = model_shape(name)
-        if self.dtype not in (None, shape.dtype):
-            raise InvalidInput(f"--dtype {self.dtype} is not what {name} runs in here; it is {shape.dtype}")
         kept = heads_of(shape.kv_heads, tp, rank, f"{name}: KV heads") if shape.kv_heads else None
         return Subject(name, name, shape.layout(self.page_size, kept))
 
     def _described(self, tp: int, rank: int) -> Subject:
         from pdlink.layout.models import describe_layout
 
-        if not self.layers:
-            raise InvalidInput("a described layout needs --layers")
-        if bool(self.latent_bytes) == bool(self.kv_heads):
-            raise InvalidInput("a described layout needs either --latent-bytes, or --kv-heads and --head-dim")
-        if bool(self.kv_heads) != bool(self.head_dim):
-            raise InvalidInput(f"--kv-heads {self.kv_heads} and --head-dim {self.head_dim} go together")
-        if self.kv_heads and self.index_bytes:
-            raise InvalidInput("--index-bytes goes with --latent-bytes")
         kept = heads_of(self.kv_heads, tp, rank, "--kv-heads") if self.kv_heads else range(0)
         layout = describe_layout(
             self.layers,
@@ -94,6 +162,16 @@ class Figures:
             dtype=self.dtype or "bfloat16",
         )
         return Subject("described", "described layout", layout)
+
+
+def _spread(num_heads: int, tp: int, what: str) -> list[Fault]:
+    """Why the heads cannot be spread over `tp` ranks, if that is so."""
+    try:
+        if num_heads:
+            heads_of(num_heads, tp, 0, what)
+    except InvalidInput as error:
+        return [(str(error), ("kv_heads", *DESCRIBED))]
+    return []
 
 
 def heads_of(num_heads: int, tp: int, rank: int, what: str) -> range:

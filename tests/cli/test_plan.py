@@ -147,14 +147,14 @@ def test_reference_models_are_planned_as_they_run(capsys: pytest.CaptureFixture[
         (("--model", "x"), "known ones: glm-5.2, deepseek-v3.2, "),
         (("--model", "glm-5.2", "--layers", "3"), "--model glm-5.2 names a layout"),
         (("--model", "glm-5.2", "--dtype", "int3"), "dtype 'int3'"),
-        (("--model", "smollm2", "--dtype", "bfloat16"), "--dtype bfloat16"),
+        (("--model", "smollm2", "--dtype", "bfloat16"), "--dtype 'bfloat16'"),
         (("--layers", "3"), "either --latent-bytes, or --kv-heads and --head-dim"),
         (("--latent-bytes", "3"), "needs --layers"),
         (("--layers", "3", "--latent-bytes", "4", "--dtype", "bfloat"), "did you mean bfloat16?"),
         (("--layers", "3", "--kv-heads", "4"), "--kv-heads 4 and --head-dim 0 go together"),
         (("--layers", "3", "--kv-heads", "4", "--head-dim", "8", "--tp", "5"), "--kv-heads 4 cannot be spread"),
-        (("--layers", "3", "--latent-bytes", "8", "--index-bytes", "4"), "index_bytes=4"),
-        (("--cp", "0"), "--cp '0' cannot be used"),
+        (("--layers", "3", "--latent-bytes", "8", "--index-bytes", "4"), "--index-bytes 4 must hold"),
+        (("--cp", "0"), "--cp '0' cannot be used: give at least 1"),
         (("--cp=two",), "--cp 'two' cannot be used"),
         (("--cp", "64", "--tp", "65"), "is 4160 ranks"),
         (("--tokens", "-1"), "--tokens '-1' cannot be used"),
@@ -166,6 +166,58 @@ def test_bad_input_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
 ) -> None:
     assert said in refusal(capsys, *options)
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = ("--cp", "0", "--pp=two", "--plan", "x", "--page-size", "1.5", "extra")
+    said = refusal(capsys, *sizes, "--model", "glm-5", "--dtype", "bf", "--decode", "cp3")
+    assert said.startswith("error: 8 values cannot be used: (1) ")
+    for one in (
+        "unexpected argument 'extra'",
+        "--cp '0' cannot be used: give at least 1",
+        "--pp 'two' cannot be used: give a whole number",
+        "--plan 'x' cannot be used: 'x' is not one of",
+        "--page-size '1.5' cannot be used: give a whole number",
+        "unknown model 'glm-5'; did you mean glm-5.2?",
+        "--dtype 'bf' is unknown",
+        "--decode 'cp3' has an axis 'cp'",
+    ):
+        assert one in said
+    described = refusal(capsys, "--layers", "0", "--kv-heads", "4", "--index-bytes", "4", "--tp", "3", "--dtype", "x")
+    assert described.startswith("error: 4 values cannot be used: (1) --layers '0'")
+    for one in ("--kv-heads 4 and --head-dim 0 go together", "--index-bytes goes with", "--dtype 'x' is unknown"):
+        assert one in described
+    assert "needs --layers" not in described
+    both = refusal(capsys, "--dtype", "a", "--decode-dtype", "b", "--decode", "tp2")
+    assert "(1) --dtype 'a' is not one that glm-5.2 caches" in both
+    assert "(2) decode tp2: --decode-dtype 'b' is not one" in both
+
+
+def test_the_layers_whose_indexer_keys_count_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    every, own = plan(capsys), plan(capsys, "--indexers", "own")
+    assert (every["indexers"], own["indexers"]) == ("every", "own")
+    assert {name: own[name] for name in every["own_layout"]} == every["own_layout"]
+    assert own["own_layout"] is None
+    assert "counted here: indexer keys on all 78 layers" in text(capsys)
+    said = text(capsys, "--indexers", "own")
+    assert "counted here: indexer keys on the 21 of 78 layers alone that run an indexer" in said
+    assert "0.71 -> 0.18 GiB" in said
+    assert "78 of 78" not in said
+    assert "counted here" not in text(capsys, "--model", "deepseek-v3.2")
+    assert plan(capsys, "--model", "deepseek-v3.2")["indexers"] is None
+
+
+def test_uneven_shares_have_their_cause_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ("--layers", "10", "--kv-heads", "6", "--head-dim", "8")
+    out = text(capsys, *rows, "--pp", "3", "--cp", "3", "--tp", "4")
+    assert "note: 10 layers do not divide by pp 3: the first stage has 4, the other 2 have 3\n" in out
+    assert "note: 4 layers of a stage do not divide by cp 3: the first rank owns 2, the other 2 own 1\n" in out
+    assert "note: 6 KV heads do not divide by tp 4: the first 2 tp ranks hold 2, the other 2 hold 1\n" in out
+    assert "note:" not in text(capsys, *rows, "--cp", "5", "--tp", "3")
+    assert "note:" not in text(capsys, *rows, "--cp", "4", "--plan", "replicated")
+    assert "note: index_k is on 21 of 78 layers" in text(capsys, "--indexers", "own")
 
 
 @pytest.mark.parametrize(

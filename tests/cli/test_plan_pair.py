@@ -40,6 +40,50 @@ def test_glm_over_two_stages_shows_one_line_for_each_prefill_rank(capsys: pytest
     assert "(GLM-5.2's own layout)" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("options", "times", "why"),
+    [
+        (GLM, 8, "it has no heads to split, so each of 8 decode tp ranks keeps all of it"),
+        ((*GLM[:2], "--decode", "pp2tp4"), 4, "each of 4 decode tp ranks keeps all of it"),
+        (("--decode", "tp8dcp4"), 2, "8 decode tp ranks hold the same, and dcp 4 of them share a copy"),
+        (("--decode", "tp8dcp8"), 1, ""),
+        ((*GQA, "--decode", "tp16"), 2, "tp 16 is more than the 8 heads, so 2 decode tp ranks hold the same one"),
+        ((*GQA, "--decode", "tp3"), 1, ""),
+    ],
+)
+def test_how_often_each_byte_is_pulled_is_told(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], times: int, why: str
+) -> None:
+    value = plan(capsys, *options)
+    row = 8 * 8 * 128 * 2 * 2 if "--kv-heads" in options else 78 * (1152 + 132)  # all layers of a token
+    assert value["cache_bytes"] == 8192 * row
+    assert (value["pulls_of_each_byte"], value["bytes"]) == (times, times * 8192 * row)
+    often = f"{times} times: " if times > 1 else "once"
+    assert f"and each byte of it is pulled {often}" in (out := text(capsys, *options))
+    assert why in out
+
+
+def test_who_gives_or_takes_more_is_told_with_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+    out = text(capsys, *GLM)
+    assert (
+        "note: prefill: 39 layers of a stage do not divide by cp 4: the first 3 ranks own 10, the other owns 9\n" in out
+    )
+    out = text(capsys, "--prefill", "cp2", "--decode", "tp3", *GQA)
+    assert "note: decode: 8 KV heads do not divide by tp 3: the first 2 tp ranks hold 3, the other holds 2\n" in out
+    assert "note: prefill" not in out
+    out = text(capsys, "--prefill", "cp4tp2", "--decode", "tp2")
+    assert "note: prefill: 2 ranks hold the same layers, of which decode pulls some from each\n" in out
+
+
+def test_a_pair_counts_the_indexer_keys_of_the_model_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "indexer keys on all 78 layers; on the 21 alone" in text(capsys, *GLM).splitlines()[-1]
+    own = plan(capsys, *GLM, "--indexers", "own")
+    assert own["cache_bytes"] == 8192 * (78 * 1152 + 21 * 132)
+    last = text(capsys, *GLM, "--indexers", "own").splitlines()[-1]
+    assert "on the 21 of 78 layers alone" in last
+    assert "--indexers every" in last
+
+
 def test_json_has_every_pair(capsys: pytest.CaptureFixture[str]) -> None:
     value = plan(capsys, *GLM)
     assert (value["fits"], value["refused"]) == (True, [])
