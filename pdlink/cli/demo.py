@@ -175,7 +175,7 @@ def _show_ranks(out: Console, result: DemoResult) -> None:
         f"\n{result.model} over {num_ranks} prefill rank(s){stages}, pulled over {result.backend}{readers}",
         "bold",
     )
-    columns = [f"pulled by tp {tp}" for tp in range(len(pairs))] if len(pairs) > 1 else ["pulled by decode"]
+    columns = [f"pulled by decode-{tp}" for tp in range(len(pairs))] if len(pairs) > 1 else ["pulled by decode"]
     print_table(out, ["prefill", "layers", "KV memory", "scratch", *columns], rows, left=2)
 
 
