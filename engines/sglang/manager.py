@@ -23,7 +23,8 @@ from pdlink.decode.worker import DecodeWorker
 from pdlink.errors import InvalidInput, StateError
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import PlanKind
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.rank import PrefillRank
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.runtime.node import Node
 from pdlink.threads import Death, Pool, announce
 from pdlink_engines.sglang import hooks

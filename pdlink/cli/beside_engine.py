@@ -20,7 +20,7 @@ from pdlink.cli.control_rank import open_node
 from pdlink.layout.components import CacheLayout, latent
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.verbs import PrefillVerbs, SenderVerbs
 from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool

@@ -18,7 +18,7 @@ from pdlink.config import load_settings
 from pdlink.layout.components import CacheLayout, latent
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.node import Node
 from pdlink.runtime.verbs import NodeVerbs, PrefillVerbs
 from pdlink.sidecar import connect

@@ -17,7 +17,7 @@ from pdlink.errors import PdlinkError
 from pdlink.layout import CacheLayout, LayerPlan, ParallelSizes
 from pdlink.layout.components import latent
 from pdlink.memory.sharded_pool import LayerShardedPool
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.node import Node
 
 NUM_PAGES = 16

@@ -16,7 +16,7 @@ from pdlink.cli.transfer_talk import converse
 from pdlink.config import load_settings
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.node import Node
 
 INSTANCE = "prefill"

@@ -34,6 +34,7 @@ from pdlink.control.frames import (
 from pdlink.errors import BackendError, LayoutError, LimitReached, StateError, TransferFailed
 from pdlink.layout.parts import Part
 from pdlink.layout.readers import ReaderSet
+from pdlink.prefill import failures
 from pdlink.prefill.chunk import Chunk, RankFacts, build_chunk
 from pdlink.prefill.packer import Key, Ticket
 from pdlink.prefill.part_digests import digest_later, digest_parts, taken_parts
@@ -223,8 +224,7 @@ class Sender:
                 one.generation = next(self._rank.generations)
             waits = [one for one in self._waiting if one.chunk.has_any(group, wanted)]
             if (hit or waits) and not self._state.now.is_final:
-                text = f"{len(wanted)} published pages were withdrawn by the prefill engine"
-                self._end(SenderState.ABORTED, Failure(FailureReason.GENERATION, text))
+                self._end(SenderState.ABORTED, failures.withdrawn(len(wanted)))
 
     def abort(self, text: str = "aborted by the prefill engine") -> None:
         """End the request and tell its readers. When this returns the pages may be reused. Twice is fine."""
@@ -340,26 +340,15 @@ class Sender:
         if self._state.now.is_final:
             return
         if self._publications and now - self._active > self._rank.lease_s:
-            who = "no reader was heard" if self._readers.set else "nobody has asked for the published pages"
-            text = f"{who} for {now - self._active:.1f} s (PDLINK_PUBLICATION_LEASE_S)"
-            fix = (
-                "see whether decode is alive and was sent this request, or raise PDLINK_PUBLICATION_LEASE_S on prefill"
-            )
-            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text, fix=fix))
+            failure = failures.unread(self._readers.set is not None, now - self._active)
+            self._end(SenderState.EXPIRED, failure)
         elif self._waiting and now - self._waiting[0].since > self._rank.lease_s:
-            text = f"the device has not written published pages for {now - self._waiting[0].since:.1f} s"
-            fix = "look for work on the engine's stream that does not end (PDLINK_PUBLICATION_LEASE_S)"
-            self._end(SenderState.EXPIRED, Failure(FailureReason.EXPIRED, text, fix=fix))
+            self._end(SenderState.EXPIRED, failures.unwritten(now - self._waiting[0].since))
         elif dead := self._readers.dead(now, awake_since):
             assert self._readers.set is not None
-            text = (
-                f"reader {dead.index} of {self._readers.set.decode_instance!r} has not been heard for "
-                f"{now - dead.heard:.1f} s"
-            )
-            is_lease = self._rank.lease_s < self._rank.liveness_s  # the shorter of the two is what ended it
-            setting = "PDLINK_PUBLICATION_LEASE_S" if is_lease else "PDLINK_LIVENESS_TIMEOUT_S"
-            fix = f"see whether that decode rank is alive, or raise {setting} on prefill"
-            self._end(SenderState.EXPIRED, Failure(FailureReason.PEER_GONE, text, fix=fix))
+            who = (dead.index, self._readers.set.decode_instance, now - dead.heard)
+            failure = failures.silent_reader(*who, is_lease=self._rank.lease_s < self._rank.liveness_s)
+            self._end(SenderState.EXPIRED, failure)
 
     @property
     def holds_lease(self) -> bool:
@@ -392,9 +381,7 @@ class Sender:
         try:
             return ready is None or ready.query()
         except Exception as error:  # noqa: BLE001 - the engine's own object; whatever it raises is why
-            text = f"the device event of a publication could not be asked: {type(error).__name__}: {error}"
-            fix = "look for a device error in the engine's log"
-            self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id, fix=fix))
+            self.fail(failures.event_lost(error, self._rank.worker_id))
             return False
 
     def _hash_and_add(self, chunk: Chunk) -> None:
@@ -407,7 +394,7 @@ class Sender:
                 digests = {one: digest_parts(self._rank, chunk.layers, chunk.page_ids, one, whole) for one in wanted}
                 digests[WHOLE_PAGES] = whole
         except BackendError as error:
-            self._fail_digests(error)
+            self.fail(failures.undigested(error, self._rank.worker_id))
             return
         with self._lock:
             if not self._state.now.is_final:
@@ -423,7 +410,7 @@ class Sender:
             try:
                 made, wrong = digest_later(self._rank, *found, lambda: self._state.now.is_final)
             except BackendError as error:
-                self._fail_digests(error)
+                self.fail(failures.undigested(error, self._rank.worker_id))
                 return
             with self._lock:
                 if wrong:
@@ -439,10 +426,6 @@ class Sender:
             wanted = {one.parts for one in readers if one.seen <= publication.sequence}
             if missing := [one for one in wanted if not publication.is_digested(one)]:
                 yield publication, missing
-
-    def _fail_digests(self, error: BackendError) -> None:
-        text = f"published pages could not be digested: {error}"
-        self.fail(Failure(FailureReason.BACKEND, text, self._rank.worker_id))
 
     def _add(self, chunk: Chunk, digests: Mapping[Parts, DigestTable]) -> None:
         self._publications += chunk.publications(self._rank, len(self._publications), digests)
@@ -498,26 +481,17 @@ class Sender:
         return self._not_its_place() if self._readers.is_replaced(attempt) else None
 
     def _other_set(self, readers: ReaderSet) -> Failure:
-        first = self._readers.set
-        assert first is not None
-        return Failure(
-            FailureReason.DUPLICATE,
-            f"transfer {self.transfer_id!r} is read by {first.decode_instance!r} with {first.num_readers} "
-            f"readers; {readers.decode_instance!r} with {readers.num_readers} readers asks for it too",
-            fix="give every live request a transfer id of its own",
-        )
+        assert self._readers.set is not None
+        return failures.other_readers(self.transfer_id, self._readers.set, readers)
 
     def _not_its_place(self) -> Failure:
-        text = f"this attempt does not read transfer {self.transfer_id!r} (any more): a newer one took its place"
-        return Failure(FailureReason.STALE, text, self._rank.worker_id)
+        return failures.replaced(self.transfer_id, self._rank.worker_id)
 
     def _changed(self, pulled: Mapping[int, int]) -> Failure | None:
         for sequence, generation in pulled.items():
             current = self._publications[sequence].generation if sequence < len(self._publications) else None
             if current != generation:
-                text = f"pages of publication {sequence} were taken back while they were read (generation {generation}"
-                why = f": {self.failure.text}" if self.failure else ""
-                return Failure(FailureReason.GENERATION, f"{text}, now {current}){why}", self._rank.worker_id)
+                return failures.taken_back(sequence, generation, current, self.failure, self._rank.worker_id)
         return None
 
     def _finish_when_through(self) -> None:

@@ -1,30 +1,25 @@
-"""Owns one prefill rank as the link sees it: its registration, its control socket and its live requests.
+"""Owns one prefill rank as the link sees it: its registration, its control socket, and how its life ends.
 
-It holds no request's state (see `sender`) and moves no byte: decode pulls. Frames come in on the control loop's thread;
+It holds no request (see `requests`) and moves no byte: decode pulls. Frames come in on the control loop's thread;
 engine calls come from any thread; one lock orders them.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import threading
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from pdlink.address import Address, advertised
 from pdlink.backends.base import Backend
 from pdlink.backends.page_digests import PageDigests
 from pdlink.backends.staging import Arena
 from pdlink.bootstrap.keeper import RegistrationKeeper
-from pdlink.bootstrap.messages import PROTOCOL, ProtocolRange, RankInfo, Registration, Side
+from pdlink.bootstrap.messages import RankInfo, Registration, Side
 from pdlink.config import Settings
 from pdlink.control.curve import make_keys
 from pdlink.control.frames import (
     Abort,
-    AbortAck,
     Body,
     Credit,
     Frame,
@@ -34,34 +29,20 @@ from pdlink.control.frames import (
     Release,
     Stage,
     Subscribe,
-    Subscribed,
-    Verdict,
 )
 from pdlink.control.loop import ControlLoop
 from pdlink.errors import (
-    DuplicateTransfer,
     InvalidInput,
-    LayoutError,
-    LimitReached,
     PartDead,
     RegionError,
     StateError,
 )
 from pdlink.events import Events
-from pdlink.layout.components import CacheLayout
-from pdlink.layout.election import may_send_aux
 from pdlink.layout.fingerprint import fingerprint
-from pdlink.layout.layer_plan import OwnedLayers, PlanKind
-from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.layout.parts import part_of
-from pdlink.layout.readers import ReaderSet
-from pdlink.layout.regions import Region, check_region
 from pdlink.prefill import admission
-from pdlink.prefill.chunk import RankFacts
-from pdlink.prefill.early import Early
-from pdlink.prefill.early_book import EarlyBook
-from pdlink.prefill.leases import AnswerBook, ExpiringBook
+from pdlink.prefill.rank import PrefillRank, facts_of
 from pdlink.prefill.ready_watch import ReadyWatch
+from pdlink.prefill.requests import Requests
 from pdlink.prefill.sender import Send, Sender
 from pdlink.prefill.stage_desk import StageDesk
 from pdlink.threads import Death
@@ -72,29 +53,6 @@ log = logging.getLogger("pdlink.prefill")
 HOUSEKEEPING_S = 0.25
 LATE_S = 2.0
 """Housekeeping that comes so much later says that this process stood still: frames of readers wait to be read."""
-
-
-@dataclass(frozen=True)
-class PrefillRank:
-    """What an engine says of one prefill rank.
-
-    `owned` and `regions` must agree: one region for each owned (component, layer), none for others; their memory stays
-    mapped until the worker is closed. `kinds` says per component whether the instance splits or replicates it.
-    """
-
-    instance: str
-    layout: CacheLayout
-    sizes: ParallelSizes
-    rank: RankCoordinates
-    kinds: Mapping[str, PlanKind]
-    owned: OwnedLayers
-    regions: Sequence[Region]
-    protocol: ProtocolRange = PROTOCOL
-    incarnation: int = field(default_factory=time.time_ns)
-
-    @property
-    def worker_id(self) -> str:
-        return f"{self.instance}/{self.rank}"
 
 
 class PrefillWorker:
@@ -118,19 +76,15 @@ class PrefillWorker:
         self._lock = threading.RLock()
         self._side = Side(rank.protocol, fingerprint(rank.layout))
         self._digester = PageDigests()
-        self._facts = _facts(rank, settings, self._digester)
+        self._facts = facts_of(rank, settings, self._digester)
         self._watch = ReadyWatch(rank.worker_id, events)
-        self._senders: dict[str, Sender] = {}
-        self._early = EarlyBook(settings.publication_lease_s, settings.max_transfers)
-        self._answers: AnswerBook = ExpiringBook(settings.verdict_ttl_s, settings.max_transfers)
-        self._strays: AnswerBook = ExpiringBook(settings.verdict_ttl_s, settings.max_transfers)
-        """Answers about requests that nobody has opened: a flood of those pushes out no verdict that counts."""
+        self._requests = Requests(rank, settings, self._reply)
         self._closed = False
         self._looked = self._awake_since = loop.clock()
         for region in rank.regions:
             for backend in backends.values():
                 backend.register(region)
-        find, answers = self._senders.get, self._answers
+        find, answers = self._requests.senders.get, self._requests.answers
         self._desk = StageDesk(self._facts, arena, settings, self._lock, loop.clock, self._send, find, answers, events)
         self._offered: frozenset[str] = frozenset()
         self._dead: Death | None = None
@@ -159,7 +113,7 @@ class PrefillWorker:
     @property
     def num_senders(self) -> int:
         """Requests that are open or still remembered."""
-        return len(self._senders)
+        return len(self._requests.senders)
 
     def registration(self) -> Registration:
         """What this rank tells the bootstrap service."""
@@ -222,29 +176,18 @@ class PrefillWorker:
                 raise PartDead(f"prefill worker {self.rank.worker_id} takes no requests: {self._dead.text}")
             if self._keeper and self._keeper.is_replaced:
                 raise StateError(f"no reader would come any more: {self.standing()[0]}")
-            known = self._senders.get(transfer_id)
-            if known and not known.poll().is_final:
-                raise DuplicateTransfer(
-                    f"transfer {transfer_id!r} is {known.poll()} on {self.rank.worker_id} already; give every live "
-                    "request an id of its own"
-                )
             now = self._loop.clock()
-            if known:
-                self._forget(known, now)
-            self._make_room(now)
+            self._requests.make_place(transfer_id, now)
             told = (self._sender_send(transfer_id), self._loop.clock, self._lock, self._watch.add, self._desk)
             sender = Sender(transfer_id, self._facts, *told, self._tell_end)
-            self._senders[transfer_id] = sender
             self._serve(1)
-            early = self._early.take(transfer_id, now)
-            if early:
-                self._replay(sender, early, now)
+            self._requests.add(sender, now)
             return sender
 
     def levels(self) -> dict[str, int]:
         """What there is at this moment, by name; for whoever watches this process. Any thread."""
         with self._lock:
-            senders = list(self._senders.values())
+            senders = list(self._requests)
         return {
             "requests_open": sum(not one.poll().is_final for one in senders),
             "leases_held": sum(one.holds_lease for one in senders),
@@ -260,9 +203,9 @@ class PrefillWorker:
             if self._dead or self._closed:
                 return
             self._dead = death
-            for sender in self._senders.values():
+            for sender in self._requests:
                 sender.fail(self._death_failure(death))
-            self._refuse_early(self._death_failure(death))
+            self._requests.refuse_waiting(self._death_failure(death), self._loop.clock())
         if self._keeper:
             self._keeper.stop()
 
@@ -275,12 +218,6 @@ class PrefillWorker:
         text = f"prefill worker {self.rank.worker_id} is closing"
         return Failure(FailureReason.PEER_GONE, text, self.rank.worker_id, fix=fix)
 
-    def _refuse_early(self, cause: Failure) -> None:
-        """Under the lock: tell those that wait for a request which is not to be opened any more."""
-        for transfer_id, (route, attempt, body) in self._early.take_all(self._loop.clock()):
-            if isinstance(body, Subscribe):
-                self._send(route, Frame(transfer_id, attempt, Refused(cause)))
-
     def close(self) -> None:
         """End every live request, tell readers, those too that wait for one to be opened, and the bootstrap service,
         release the backends' regions. Whoever subscribes meanwhile is refused for as long as the socket lives."""
@@ -288,9 +225,9 @@ class PrefillWorker:
             if self._closed:
                 return
             self._closed = True
-            for sender in self._senders.values():
+            for sender in self._requests:
                 sender.abort(f"prefill worker {self.rank.worker_id} is closing")
-            self._refuse_early(self._closing_failure())
+            self._requests.refuse_waiting(self._closing_failure(), self._loop.clock())
         self._timer.cancel()
         self._watch.close()
         self._desk.close()
@@ -317,10 +254,10 @@ class PrefillWorker:
             elif isinstance(body, Subscribe):
                 self._on_subscribe(route, frame, body)
             elif isinstance(body, Release):
-                self._on_release(route, frame, body)
+                self._requests.on_release(route, frame, body, self._loop.clock())
                 self._desk.look(frame.transfer_id, frame.attempt)
             elif isinstance(body, Abort):
-                self._on_abort(route, frame, body)
+                self._requests.on_abort(route, frame, body, self._loop.clock())
                 self._desk.look(frame.transfer_id, frame.attempt)
             elif isinstance(body, Stage):
                 self._desk.on_stage(route, frame, body)
@@ -330,12 +267,10 @@ class PrefillWorker:
                 self.events.emit("control.unexpected", worker_id=self.rank.worker_id, kind=type(body).__name__)
 
     def _on_subscribe(self, route: bytes, frame: Frame, body: Subscribe) -> None:
-        sender = self._senders.get(frame.transfer_id)
         refusal = admission.refusal(self._side, self.rank.worker_id, self.rank.incarnation, body)
         if self._dead and not refusal:
             refusal = self._death_failure(self._dead)
-        if sender and not refusal:
-            self._serve(1)
+        now = self._loop.clock()
         if refusal:
             self._reply(route, frame, Refused(refusal))
             self.events.emit(
@@ -345,58 +280,12 @@ class PrefillWorker:
                 field=refusal.mismatches[0].field if refusal.mismatches else "",
             )
             if refusal.reason is FailureReason.INCOMPATIBLE:
-                self._refuse(route, frame, body, sender, refusal)
+                self._requests.on_incompatible(route, frame, body, refusal, now)
             return
-        known = self._answer_to((frame.transfer_id, frame.attempt), self._loop.clock())
-        if known:  # it is over: a late duplicate, or it does not know yet that it will be denied
-            if isinstance(known, Verdict) and known.cause:
-                self._reply(route, frame, Refused(known.cause))
-            return
-        if sender and sender.must_wait(body.readers, frame.attempt):
-            self._keep_early(route, frame, body)
-        if sender and not sender.is_over_for(body.readers, frame.attempt):
-            sender.on_subscribe(route, frame.attempt, body)
+        if frame.transfer_id in self._requests.senders:
+            self._serve(1)
+        if self._requests.on_subscribe(route, frame, body, now):
             self._desk.reroute(route, frame.transfer_id, frame.attempt)
-            return
-        self._keep_early(route, frame, body)
-        self._reply(route, frame, Subscribed(self.rank.incarnation, 0, False))
-
-    def _on_release(self, route: bytes, frame: Frame, body: Release) -> None:
-        key = (frame.transfer_id, frame.attempt)
-        now = self._loop.clock()
-        known = self._answer_to(key, now)
-        sender = self._senders.get(frame.transfer_id)
-        is_later = sender is None or _means_later(sender, body.readers, frame.attempt)
-        if known:
-            self._reply(route, frame, known)
-        elif sender and (body.pulled or not (is_later or sender.poll().is_final)):
-            self._answers.put(key, sender.on_release(route, frame.attempt, body), now)
-        else:
-            verdict = admission.verdict_without_request(self.rank.worker_id, body)
-            (self._answers if sender else self._strays).put(key, verdict, now)
-            self._reply(route, frame, verdict)
-            if verdict.unchanged and is_later:
-                self._keep_early(route, frame, body)
-
-    def _on_abort(self, route: bytes, frame: Frame, body: Abort) -> None:
-        key = (frame.transfer_id, frame.attempt)
-        now = self._loop.clock()
-        sender = self._senders.get(frame.transfer_id)
-        known = self._answer_to(key, now)
-        if known:  # it is over, so it has no say in a later request of this id
-            if isinstance(known, Verdict) and known.cause:
-                self._answers.put(key, AbortAck(), now)  # it knows now, and need not be told again
-            self._reply(route, frame, AbortAck())
-            return
-        (self._answers if sender else self._strays).put(key, AbortAck(), now)
-        if sender:
-            self._early.drop(frame.transfer_id, body.readers, frame.attempt)  # it waited for that before it to end
-        if sender and not sender.poll().is_final:
-            sender.on_abort(route, frame.attempt, body)
-            return
-        self._reply(route, frame, AbortAck())
-        if sender is None or sender.is_over_for(body.readers, frame.attempt):
-            self._keep_early(route, frame, body)
 
     def _transports(self) -> dict[str, bytes]:
         """The endpoints that peers may choose from. A backend that cannot serve these regions is left out, with a
@@ -422,48 +311,6 @@ class PrefillWorker:
         for backend in self._backends.values():
             backend.serve(self.rank.worker_id, num_readers)
 
-    def _refuse(self, route: bytes, frame: Frame, body: Subscribe, sender: Sender | None, refusal: Failure) -> None:
-        """Fail this end too: the open request, or the one that the engine will open."""
-        if sender:
-            sender.stop(body.readers, frame.attempt, refusal)
-        else:
-            self._keep_early(route, frame, Abort(refusal, body.readers))
-
-    def _keep_early(self, route: bytes, frame: Frame, body: Subscribe | Release | Abort) -> None:
-        self._early.keep(frame.transfer_id, route, frame.attempt, body, self._loop.clock())
-
-    def _replay(self, sender: Sender, early: Early, now: float) -> None:
-        for route, attempt, body in early.in_order(now - self._settings.liveness_timeout_s):
-            if isinstance(body, Release):
-                sender.on_release(route, attempt, body)
-            elif isinstance(body, Abort):
-                sender.stop(body.readers, attempt, body.cause)
-            elif not self._answer_to((sender.transfer_id, attempt), now):
-                sender.on_subscribe(route, attempt, body)
-
-    def _answer_to(self, key: tuple[str, int], now: float) -> Verdict | AbortAck | None:
-        """How that attempt ended here, where it has. Its frames are known for what they are as long as they come."""
-        return self._answers.renew(key, now) or self._strays.renew(key, now)
-
-    def _make_room(self, now: float) -> None:
-        """Forget requests that ended, the oldest first, when there are too many. Raises `StateError` if all live."""
-        if len(self._senders) < self._settings.max_transfers:
-            return
-        ended = next((one for one in self._senders.values() if one.poll().is_final), None)
-        if ended is None:
-            raise LimitReached(f"{len(self._senders)} transfers are live (PDLINK_MAX_TRANSFERS)")
-        self._forget(ended, now)
-
-    def _forget(self, sender: Sender, now: float) -> None:
-        """Let go of a request that ended. What its attempts still send must not reach a later one of the same id."""
-        del self._senders[sender.transfer_id]
-        text = f"transfer {sender.transfer_id!r} has ended here ({sender.poll()})"
-        ended = sender.failure or Failure(FailureReason.STALE, text, self.rank.worker_id)
-        for attempt in sender.attempts():
-            key = (sender.transfer_id, attempt)
-            if not self._answers.get(key, now):
-                self._answers.put(key, Verdict(False, ended), now)
-
     def _send(self, route: bytes, frame: Frame) -> None:
         self._server.send(route, frame)
 
@@ -485,46 +332,7 @@ class PrefillWorker:
             if now - self._looked > LATE_S:
                 self._awake_since = now
             self._looked = now
-            for sender in list(self._senders.values()):
-                sender.expire(now, self._awake_since)
-                if sender.ended_at is not None and now - sender.ended_at > self._settings.verdict_ttl_s:
-                    self._forget(sender, now)
+            self._requests.expire(now, self._awake_since)
             self._desk.sweep()
-            if all(sender.poll().is_final for sender in self._senders.values()):
+            if self._requests.are_all_final:
                 self._serve(0)
-            self._early.expire(now)
-            self._answers.expire(now)
-            self._strays.expire(now)
-
-
-def _means_later(sender: Sender, readers: ReaderSet, attempt: int) -> bool:
-    """Whether `attempt` speaks of a request that the engine has not opened yet, though one of that id is here."""
-    return sender.is_over_for(readers, attempt) or sender.must_wait(readers, attempt)
-
-
-def _facts(rank: PrefillRank, settings: Settings, digester: PageDigests) -> RankFacts:
-    held: dict[tuple[str, int], Region] = {}
-    for region in rank.regions:
-        check_region(region, rank.layout)
-        held[region.component, region.layer] = region
-    for name, ids in rank.owned.items():
-        missing = [layer for layer in ids if (name, layer) not in held]
-        if missing:
-            raise LayoutError(f"{rank.worker_id} owns {name!r} layers {missing} but gives no region for them")
-    rank.sizes.check(rank.rank)
-    return RankFacts(
-        rank.worker_id,
-        rank.incarnation,
-        rank.layout,
-        rank.owned,
-        held,
-        may_send_aux(rank.layout, rank.owned, rank.rank),
-        settings.max_aux_bytes,
-        settings.publication_lease_s,
-        settings.liveness_timeout_s,
-        digester.choose(settings.digest_kind, rank.regions) if settings.verify_digests else None,
-        # Generations of two lives of a worker never meet, because each counts from somewhere else.
-        itertools.count(secrets.randbits(62)),
-        digester,
-        {one.name: part_of(one, rank.rank.tp, rank.sizes.tp) for one in rank.layout.components},
-    )

@@ -28,7 +28,8 @@ from pdlink.health import Health, HealthReport
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.regions import MemoryKind, Region
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.rank import PrefillRank
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.threads import Death
 
 if TYPE_CHECKING:

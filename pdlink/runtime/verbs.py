@@ -18,8 +18,8 @@ from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.ready_watch import DeviceEvent
-from pdlink.prefill.worker import PrefillRank
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure
 from pdlink.transfer.states import SenderState

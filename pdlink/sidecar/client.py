@@ -22,7 +22,7 @@ from pdlink.health import HealthReport
 from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.regions import Region
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.sidecar.engine_decode import DecodePool, SidecarDecode
 from pdlink.sidecar.engine_prefill import SidecarPrefill
 from pdlink.sidecar.seat import LEAVE_TIMEOUT_S, Seat

@@ -16,8 +16,8 @@ from pdlink.address import Address
 from pdlink.backends.event_ring import EventRing
 from pdlink.bootstrap import wire as shared
 from pdlink.errors import StateError, TransferFailed
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.ready_watch import DeviceEvent, ReadyWatch
-from pdlink.prefill.worker import PrefillRank
 from pdlink.sidecar import wire
 from pdlink.sidecar.engine_worker import EngineWorker
 from pdlink.sidecar.stream import ANSWER_TIMEOUT_S, EngineStream, SidecarGone

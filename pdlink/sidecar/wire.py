@@ -23,7 +23,7 @@ from pdlink.layout.components import CacheLayout
 from pdlink.layout.decode_plan import DecodePlace, DecodeRank, DecodeSizes
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.sidecar.attach import MAX_EVENTS, MAX_SEGMENTS, AttachedPool, EngineSegment, segments_of
 from pdlink.sidecar.device_blocks import DeviceBlock
 from pdlink.transfer.descriptors import Int64Array

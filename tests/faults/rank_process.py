@@ -17,8 +17,9 @@ from pdlink.address import Address, parse_address
 from pdlink.config import load_settings
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.sender import Sender
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.runtime.node import Node
 from pdlink.testing.parent import Parent
 from pdlink.testing.pattern import PatternPool

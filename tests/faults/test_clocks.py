@@ -10,7 +10,7 @@ from tests.house.tree import modules
 
 # Where the time of day is what is wanted, and why.
 WANTED = {
-    "pdlink.prefill.worker": "an incarnation must be greater than that of the process before; ties to no deadline",
+    "pdlink.prefill.rank": "an incarnation must be greater than that of the process before; ties to no deadline",
     "pdlink.bootstrap.server": "where versions begin; they are compared for change only",
     "pdlink.observability.tracing": "spans say when they began, by the time of day",
     "pdlink.bootstrap.tls": "certificates run out by the time of day",

@@ -12,7 +12,7 @@ from pdlink.layout.components import CacheLayout, latent
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.regions import MemoryKind, Region
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.sidecar import connect
 from pdlink.testing.parent import Parent
 from tests.gpu.sidecar_site import take

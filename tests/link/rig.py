@@ -23,8 +23,9 @@ from pdlink.decode.worker import DecodeWorker
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.layer_plan import LayerPlan, OwnedLayers, PlanKind
 from pdlink.layout.parallel import ParallelSizes
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.sender import Sender
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.runtime.node import Node
 from pdlink.testing.pattern import PatternPool
 from pdlink.transfer.descriptors import PullBatch

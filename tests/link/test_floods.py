@@ -44,8 +44,8 @@ def test_a_flood_on_a_prefill_port_starves_nobody_and_stays_within_bounds(stack,
             receiver.wait(LONG_S)
             assert_whole(decode, f"t{number}", TARGET)
         assert process.memory_info().rss - before < MOST_BYTES
-        assert len(worker._early) <= 64
-        assert len(worker._strays) <= 64
+        assert len(worker._requests.early) <= 64
+        assert len(worker._requests.strays) <= 64
     assert counters.malformed > 20
     assert owner.node.health().ok
     assert sum("malformed" in one.message for one in caplog.records) < counters.malformed

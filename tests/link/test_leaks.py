@@ -48,8 +48,8 @@ class Rest:
         for owner in self.owners:
             worker, name = owner.worker, owner.worker.rank.worker_id
             found[f"{name} senders"] = worker.num_senders
-            found[f"{name} answers"] = len(worker._answers)
-            found[f"{name} early"] = len(worker._early)
+            found[f"{name} answers"] = len(worker._requests.answers)
+            found[f"{name} early"] = len(worker._requests.early)
             stager = worker._desk._stager
             found[f"{name} tickets"] = len(stager._readings) if stager else 0
         for number, node in enumerate(one.node for one in (*self.owners, self.decode)):

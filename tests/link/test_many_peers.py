@@ -165,7 +165,7 @@ def test_two_thousand_decode_ranks_cost_a_prefill_rank_one_file_each_and_give_it
         assert child.hear(LONG_S) == num_peers
         assert num_open() - before <= num_peers + 8
         settle(lambda: threading.active_count() <= threads)
-        assert len(worker._early) == num_peers
+        assert len(worker._requests.early) == num_peers
     settle(lambda: num_open() <= before)
     assert owner.node.loop.counters.dropped == 0
 

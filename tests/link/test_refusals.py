@@ -17,7 +17,7 @@ from pdlink.layout.components import CacheLayout
 from pdlink.layout.layer_plan import LayerPlan, OwnedLayers
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
 from pdlink.layout.readers import ReaderSet
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
 from tests.link.rig import (

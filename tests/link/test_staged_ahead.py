@@ -68,7 +68,9 @@ class Pair:
         """A request whose subscribe is through, so that it is the publication that finds it waiting."""
         receiver, target = receive(self.site, self.decode, transfer_id)
         wait_until(lambda: receiver.poll() is ReceiverState.SUBSCRIBED)
-        wait_until(lambda: (sender := self.owner.worker._senders.get(transfer_id)) is None or bool(sender.attempts()))
+        wait_until(
+            lambda: (sender := self.owner.worker._requests.senders.get(transfer_id)) is None or bool(sender.attempts())
+        )
         return receiver, target
 
     def open(self, transfer_id: str = "t") -> tuple[Sender, list[int]]:

@@ -11,7 +11,7 @@ from pdlink.events import Event
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes
 from pdlink.layout.readers import ReaderSet
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.transfer.states import SenderState
 from tests.link.rig import DEADLINE_S, PAGE_SIZE, Owner, Site, assert_all, assert_whole, make_layout
 from tests.link.staged import arena, assert_slots_back, pair, publish_scattered, staged_site

@@ -16,7 +16,8 @@ from pdlink.control.loop import ControlLoop
 from pdlink.events import Events
 from pdlink.layout.layer_plan import PlanKind
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.rank import PrefillRank
+from pdlink.prefill.worker import PrefillWorker
 from tests.prefill.rig import INCARNATION, LAYOUT, OWNED, regions
 
 BodyT = TypeVar("BodyT")

@@ -22,7 +22,7 @@ from pdlink.errors import TransferFailed
 from pdlink.layout.components import CacheLayout, index_k, latent
 from pdlink.layout.layer_plan import LayerPlan
 from pdlink.layout.parallel import ParallelSizes, RankCoordinates
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.node import Node
 from pdlink.runtime.verbs import DecodeVerbs, NodeVerbs, PrefillVerbs, SenderVerbs
 from pdlink.sidecar import SidecarNode, connect

@@ -21,8 +21,9 @@ from pdlink.decode.worker import DecodeWorker
 from pdlink.errors import Mismatch
 from pdlink.events import Events
 from pdlink.layout import Component, DecodePlace, DecodeRank, Part, part_of
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.sender import Sender
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState, SenderState
 from tests.topology.cache import GUARD_PAGES, Landed, Pool, Truth

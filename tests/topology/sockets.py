@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 
 from pdlink.decode.worker import DecodeWorker
 from pdlink.layout import CacheLayout, OwnedLayers, part_of
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.rank import PrefillRank
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.runtime.node import Node
 from pdlink.transfer.states import SenderState
 from tests.link.rig import DEADLINE_S, Site, assert_all

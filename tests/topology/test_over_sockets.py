@@ -15,7 +15,8 @@ from pdlink.errors import TransferFailed
 from pdlink.layout import CacheLayout, DecodePlan, DecodeSizes, LayerPlan, ParallelSizes, part_of
 from pdlink.layout.components import heads
 from pdlink.layout.parts import WHOLE
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.rank import PrefillRank
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.transfer.digests import DigestKind
 from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import SenderState

@@ -18,7 +18,7 @@ from pdlink.layout.parallel import RankCoordinates
 from pdlink.memory.broadcast_reader import BroadcastReader
 from pdlink.memory.owners import ShardOwners
 from pdlink.memory.sharded_pool import LayerShardedPool
-from pdlink.prefill.worker import PrefillRank
+from pdlink.prefill.rank import PrefillRank
 from pdlink.runtime.verbs import NodeVerbs, PrefillVerbs, SenderVerbs
 from pdlink_engines.reference.demo.arrays import save_logits, save_pages
 from pdlink_engines.reference.demo.child import ParentPipe, run_child

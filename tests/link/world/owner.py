@@ -12,8 +12,9 @@ from pdlink.events import Events
 from pdlink.layout.staging import StagingArea
 from pdlink.prefill import stager
 from pdlink.prefill.packer import Ticket
+from pdlink.prefill.rank import PrefillRank
 from pdlink.prefill.sender import Sender
-from pdlink.prefill.worker import PrefillRank, PrefillWorker
+from pdlink.prefill.worker import PrefillWorker
 from pdlink.transfer.failure import Failure
 from tests.link.world.loop import QuietLoop
 
