@@ -190,8 +190,8 @@ class SidecarServer(rpc.SidecarServicer):
             log.warning("the process of an engine says %s, which means nothing", json.dumps(line)[:200])
         code = engine.child.close(END_TIMEOUT_S)
         log.log(logging.WARNING if code else logging.INFO, "the process of an engine has ended with code %d", code)
-        shm.sweep_stale()  # where the process did not see its engine die, too
         self._bury(engine, code)
+        shm.sweep_stale()  # where the process did not see its engine die, too
 
     def _bury(self, engine: _Engine, code: int) -> None:
         if self._watch:

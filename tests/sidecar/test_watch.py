@@ -126,11 +126,10 @@ def test_what_a_killed_process_had_counted_stays_and_its_gauges_go(watched: Watc
     assert before.sum("pdlink_peers", state="connected") == 1
     kill(pid)
     assert wait_until(lambda: is_gone(pid) and watched.decode.node.health().ok)
-    said = watched.scrape()
-    assert said.sum("pdlink_transfer_bytes_total") == before.sum("pdlink_transfer_bytes_total")
-    assert said.sum("pdlink_peers") == 0
+    assert watched.comes_to(1, "pdlink_sidecar_engines_ended_total", how="failed")
     assert watched.comes_to(2, "pdlink_sidecar_engines")
-    assert said.sum("pdlink_sidecar_engines_ended_total", how="failed") == 1
+    assert watched.comes_to(0, "pdlink_peers")
+    assert watched.scrape().sum("pdlink_transfer_bytes_total") == before.sum("pdlink_transfer_bytes_total")
     serve_at_last(watched.rig, watched.prefill, watched.decode, "again", SOURCE, TARGET)
     assert watched.comes_to(before.sum("pdlink_transfer_bytes_total") + MOVED, "pdlink_transfer_bytes_total")
 
