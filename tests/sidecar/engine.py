@@ -68,6 +68,8 @@ class PrefillEngine:
                 self.senders[name] = self.worker.open(name)
             case "publish" if name in self.senders:
                 self.senders[name].publish(told["pages"], last=told["last"])
+            case "abort" if name in self.senders:
+                self.senders[name].abort()
         sender = self.senders.get(name)
         return {"state": sender.poll().value, "failure": str(sender.failure or "")} if sender else {"state": "refused"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import PATIENCE_S, wait_until
+from tests.processes import LOOK_S, PATIENCE_S, wait_until
 from tests.sidecar.crowd import Engine, Sidecar, wait_gone
 from tests.sidecar.rig import NUM_PAGES, Rig, folder_for_sockets, is_gone, kill
 
@@ -88,6 +88,8 @@ class Pair:
             if ended["state"] == "done":
                 assert self.engines["decode"].ask("check", name, target)["wrong"] == ""
                 return
+            self.engines["prefill"].ask("abort", name)  # or it would keep its place for as long as a lease
+            time.sleep(LOOK_S)
         raise AssertionError(f"no request was served after a kill: {ended}")
 
 
