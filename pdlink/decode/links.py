@@ -142,6 +142,11 @@ class LinkTable:
                 link.num_users += 1
             return link
 
+    def share(self, link: Link) -> None:
+        """Take a link once more that the caller has: current or not, it stays open until this is given back, too."""
+        with self._lock:
+            link.num_users += 1
+
     def give_back(self, link: Link) -> None:
         with self._lock:
             link.num_users -= 1

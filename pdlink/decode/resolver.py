@@ -107,8 +107,8 @@ class Resolver:
                 is_known = self._links.known(instance) is link
                 if is_known or self._stopped:
                     for live in self._waiting.pop(instance, ()) if is_known else ():
-                        taken = self._links.take(instance)
-                        assert taken is link
+                        # What was found stays open though a watch may replace it at any moment.
+                        self._links.share(link)
                         self._on_found(live, link)
                     self._links.give_back(link)
                     return

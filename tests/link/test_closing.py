@@ -9,6 +9,7 @@ import pytest
 
 from pdlink.bootstrap.keeper import RegistrationKeeper
 from pdlink.bootstrap.messages import Registration
+from pdlink.decode.links import Link, PrefillInstance
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import DeadlineExceeded, StateError, TransferFailed
 from pdlink.prefill.worker import PrefillWorker
@@ -202,3 +203,26 @@ def test_a_request_that_runs_keeps_its_links_while_the_instance_goes_and_comes_b
     assert_all(senders, SenderState.RELEASED)
     for keeper in keepers:
         keeper.close()
+
+
+def test_an_instance_that_goes_away_just_when_it_was_found_costs_no_request(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link was found for the request, which may use it, though a watch forgets it in the same moment."""
+    owners, decode = site.prefill(make_layout(4), 2), site.decode(make_layout(4))
+    links = decode.worker._links
+    known, forgotten = links.known, []
+
+    def known_and_forgotten(instance: PrefillInstance) -> Link | None:
+        link = known(instance)
+        if link:
+            forgotten.append(link)
+            links.forget(instance)
+        return link
+
+    monkeypatch.setattr(links, "known", known_and_forgotten)
+    serve(site, owners, decode)
+    assert forgotten
+    monkeypatch.undo()
+    serve(site, owners, decode, "next")
+    assert decode.node.health().ok

@@ -81,7 +81,16 @@ class Rig:
         self.docker("restart", self._container(service))
 
     def pause(self, service: str) -> None:
-        self.docker("pause", self._container(service))
+        """Asked again while runc is `unable to freeze`: under cgroup v1 it may be, while processes begin in there."""
+        command = ["docker", "pause", self._container(service)]
+
+        def paused() -> bool:
+            done = processes.run(command, env=self._env, timeout_s=CALL_TIMEOUT_S, stderr=subprocess.STDOUT)
+            said = str(done.stdout)
+            assert done.returncode == 0 or "unable to freeze" in said, said
+            return done.returncode == 0
+
+        wait_until(paused, f"{service} is paused")
 
     def unpause(self, service: str) -> None:
         self.docker("unpause", self._container(service))
