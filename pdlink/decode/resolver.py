@@ -102,18 +102,28 @@ class Resolver:
     def _find(self, instance: PrefillInstance) -> None:
         for _ in range(RESOLVE_ATTEMPTS):
             link = self._links.resolve(instance)
-            with self._lock:
-                # Again under the lock: a link that a watch replaced meanwhile may be closed already.
-                is_known = self._links.known(instance) is link
-                if is_known or self._stopped:
-                    for live in self._waiting.pop(instance, ()) if is_known else ():
-                        # What was found stays open though a watch may replace it at any moment.
-                        self._links.share(link)
-                        self._on_found(live, link)
-                    self._links.give_back(link)
-                    return
+            try:
+                with self._lock:
+                    # Again under the lock: what a watch forgot meanwhile is no answer for those who ask now.
+                    is_known = self._links.known(instance) is link
+                    if is_known:
+                        self._start(instance, link)
+                    if is_known or self._stopped:
+                        return
+            finally:
                 self._links.give_back(link)
         raise NotReady(f"prefill instance {instance.name!r} came and went while it was resolved")
+
+    def _start(self, instance: PrefillInstance, link: Link) -> None:
+        """Under the lock: start all that wait. Who has not begun is still among them, so that a death of this thread
+        is told to everybody."""
+        waiting = self._waiting.get(instance, [])
+        while waiting:
+            # It stays open though a watch may forget or replace it at any moment.
+            self._links.share(link)
+            self._on_found(waiting[0], link)
+            del waiting[0]
+        self._waiting.pop(instance, None)
 
     def _end(self, instance: PrefillInstance, num_asking: int, failure: Failure) -> list[Live]:
         """An instance cannot be found: fail the requests that asked, and ask again for those that came since."""
