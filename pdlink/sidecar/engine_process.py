@@ -46,8 +46,8 @@ CRASH_END_S = 1.7
 """To tell peers of an engine that has died and to let go of its memory; then by force, which leaves peers to time out.
 """
 END_S = 20.0
-ENDING_S = 0.5
-"""Within which an engine whose stream broke is seen to have ended, where it has."""
+ENDING_S = 5.0
+"""Within which an engine whose stream broke is seen to have ended or hung up, on a slow and busy machine too."""
 SWEEP_S = 2.0
 """For a dead engine's memory to be let go of by all who have it still."""
 HANDOVER_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Stream(rpc.SidecarEngineServicer):
-    """The one stream of the engine. `wake` becomes readable when it has ended; `broke` says if that was unasked."""
+    """The one stream of the engine. `wake` becomes readable when it has ended; `broke` says that nobody has ended it."""
 
     def __init__(self, session_of: Session | None = None) -> None:
         self.session = session_of
@@ -89,7 +89,7 @@ class Stream(rpc.SidecarEngineServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this process serves another stream of its engine")
         context.add_callback(self.finish)
         name = "pdlink-sidecar-stream"
-        SupervisedThread(lambda: self._read(request_iterator), name, "sidecar", at_end=self._end).start()
+        SupervisedThread(lambda: self._read(request_iterator, context), name, "sidecar", at_end=self._end).start()
         while (message := self._out.get()) is not None:
             yield message
 
@@ -97,14 +97,16 @@ class Stream(rpc.SidecarEngineServicer):
         assert self.session is not None
         return self.session.stand()
 
-    def _read(self, messages: Iterator[pb.EngineMessage]) -> None:
+    def _read(self, messages: Iterator[pb.EngineMessage], context: grpc.ServicerContext) -> None:
         assert self.session is not None
         try:
             for message in messages:
                 self.session.hear(message)
         except Exception as error:  # noqa: BLE001 - an RPC boundary: gRPC raises a bare one where a call was cancelled
-            self.broke = True
             log.info("the engine's stream broke: %s", error)
+        finally:
+            # Whoever says goodbye waits for our end; what broke may come to its end here without an error.
+            self.broke = not context.is_active()
 
     def _end(self) -> None:
         os.write(self._awaken, b".")

@@ -26,11 +26,11 @@ from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState
 from tests.link.brake import Brake
 from tests.link.ranks import Rank, start_ranks
-from tests.link.rig import DEADLINE_S, PAGE_SIZE, Decode, Site, assert_whole, make_layout, wait_until
+from tests.link.rig import PAGE_SIZE, Decode, Site, assert_whole, make_layout, wait_until
 from tests.link.staged import arena, assert_slots_back, give_all, hold_all
 from tests.link.transports import TRANSPORTS, Transport
+from tests.processes import PATIENCE_S
 
-PATIENCE_S = DEADLINE_S
 WATCH_S = 1.5
 NUM_LAYERS, CP = 4, 2
 BIG = 1024
@@ -213,13 +213,16 @@ def reuse(world: World, how: str) -> None:
         world.owner_settings["publication_lease_s"] = 8.0
     verify = how == "overwrite"
     world.owner_settings["verify_digests"] = verify
-    decode = world.start(verify_digests=verify, keepalive_interval_s=1000)
+    silent = {"keepalive_interval_s": 1000, "liveness_timeout_s": 3000} if how == "expire" else {}
+    decode = world.start(verify_digests=verify, **silent)
     receiver = world.meet(decode)
     owner = world.ranks[-1]
     if how in ("withdraw", "abort"):
         owner.tell(do=how, id="t", pages=[BIG - 1])
     if how != "overwrite":  # of that one, the owner's engine tells nobody
         wait_until(lambda: owner.tell(do="poll", id="t") in ("aborted", "expired"), PATIENCE_S)
+    if how == "expire":  # one of them is first, and of its end the reader tells the others
+        assert "expired" in [rank.tell(do="poll", id="t") for rank in world.ranks]
     owner.tell(do="overwrite", id="t", by="someone else", pages=list(range(BIG)))
     world.brake.open.set()
     assert ended(receiver) is ReceiverState.FAILED
