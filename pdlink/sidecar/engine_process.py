@@ -66,11 +66,11 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Stream(rpc.SidecarEngineServicer):
-    """The one stream of the engine. `wake` becomes readable when it has ended; `broke` says that nobody has ended it."""
+    """The one stream of the engine. `wake` becomes readable when it has ended; `said_goodbye`: as was meant."""
 
     def __init__(self, session_of: Session | None = None) -> None:
         self.session = session_of
-        self.broke = False
+        self.said_goodbye = False
         self.wake, self._awaken = os.pipe()
         self._out: queue.SimpleQueue[pb.SidecarMessage | None] = queue.SimpleQueue()
         self._is_taken = threading.Lock()
@@ -89,7 +89,7 @@ class Stream(rpc.SidecarEngineServicer):
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "this process serves another stream of its engine")
         context.add_callback(self.finish)
         name = "pdlink-sidecar-stream"
-        SupervisedThread(lambda: self._read(request_iterator, context), name, "sidecar", at_end=self._end).start()
+        SupervisedThread(lambda: self._read(request_iterator), name, "sidecar", at_end=self._end).start()
         while (message := self._out.get()) is not None:
             yield message
 
@@ -97,16 +97,16 @@ class Stream(rpc.SidecarEngineServicer):
         assert self.session is not None
         return self.session.stand()
 
-    def _read(self, messages: Iterator[pb.EngineMessage], context: grpc.ServicerContext) -> None:
+    def _read(self, messages: Iterator[pb.EngineMessage]) -> None:
         assert self.session is not None
         try:
             for message in messages:
-                self.session.hear(message)
+                if message.HasField("goodbye"):
+                    self.said_goodbye = True
+                else:
+                    self.session.hear(message)
         except Exception as error:  # noqa: BLE001 - an RPC boundary: gRPC raises a bare one where a call was cancelled
             log.info("the engine's stream broke: %s", error)
-        finally:
-            # Whoever says goodbye waits for our end; what broke may come to its end here without an error.
-            self.broke = not context.is_active()
 
     def _end(self) -> None:
         os.write(self._awaken, b".")
@@ -166,12 +166,12 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
             gone = lifeline.wait_any((*watched, sys.stdin.fileno(), stream.wake))
             # The stream of an engine that is killed may break before its process is seen to have ended.
             has_died = bool(gone.intersection(watched))
-            if stream.broke and not has_died:
+            if stream.wake in gone and not (has_died or stream.said_goodbye):
                 has_died = bool(select.select(watched, [], [], ENDING_S)[0])
             if has_died:
                 text = f"the engine (process {engine.pid}) has ended"
             elif stream.wake in gone:
-                text = "the engine has left its sidecar"
+                text = "the engine has left its sidecar" if stream.said_goodbye else "the engine's stream broke"
     except (DeadlineExceeded, AccessDenied) as error:
         text = str(error)
     log.log(logging.WARNING if has_died else logging.INFO, "%s", text)

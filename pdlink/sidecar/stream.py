@@ -165,6 +165,7 @@ class EngineStream:
     def leave(self, timeout_s: float) -> None:
         """Say goodbye, where nothing is live any more, and wait for the end of the stream."""
         self._is_leaving = True
+        self._out.put(pb.EngineMessage(goodbye=pb.Goodbye()))
         self._out.put(None)
         if not self.ended.wait(timeout_s):
             self.break_off(f"it has not let go for {timeout_s:g} s")

@@ -64,7 +64,7 @@ class Standing(_message.Message):
     def __init__(self, ok: _Optional[bool] = ..., reasons: _Optional[_Iterable[str]] = ..., parts: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class EngineMessage(_message.Message):
-    __slots__ = ("call", "attach_prefill", "attach_decode", "detach", "await_registered", "open", "publish", "withdraw", "abort_sender", "receive", "abort_receive", "ask_waits", "explain")
+    __slots__ = ("call", "attach_prefill", "attach_decode", "detach", "await_registered", "open", "publish", "withdraw", "abort_sender", "receive", "abort_receive", "ask_waits", "explain", "goodbye")
     CALL_FIELD_NUMBER: _ClassVar[int]
     ATTACH_PREFILL_FIELD_NUMBER: _ClassVar[int]
     ATTACH_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -78,6 +78,7 @@ class EngineMessage(_message.Message):
     ABORT_RECEIVE_FIELD_NUMBER: _ClassVar[int]
     ASK_WAITS_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    GOODBYE_FIELD_NUMBER: _ClassVar[int]
     call: int
     attach_prefill: AttachPrefill
     attach_decode: AttachDecode
@@ -91,7 +92,12 @@ class EngineMessage(_message.Message):
     abort_receive: AbortReceive
     ask_waits: AskWaits
     explain: Explain
-    def __init__(self, call: _Optional[int] = ..., attach_prefill: _Optional[_Union[AttachPrefill, _Mapping]] = ..., attach_decode: _Optional[_Union[AttachDecode, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., await_registered: _Optional[_Union[AwaitRegistered, _Mapping]] = ..., open: _Optional[_Union[OpenSender, _Mapping]] = ..., publish: _Optional[_Union[PublishPages, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawPages, _Mapping]] = ..., abort_sender: _Optional[_Union[AbortSender, _Mapping]] = ..., receive: _Optional[_Union[Receive, _Mapping]] = ..., abort_receive: _Optional[_Union[AbortReceive, _Mapping]] = ..., ask_waits: _Optional[_Union[AskWaits, _Mapping]] = ..., explain: _Optional[_Union[Explain, _Mapping]] = ...) -> None: ...
+    goodbye: Goodbye
+    def __init__(self, call: _Optional[int] = ..., attach_prefill: _Optional[_Union[AttachPrefill, _Mapping]] = ..., attach_decode: _Optional[_Union[AttachDecode, _Mapping]] = ..., detach: _Optional[_Union[Detach, _Mapping]] = ..., await_registered: _Optional[_Union[AwaitRegistered, _Mapping]] = ..., open: _Optional[_Union[OpenSender, _Mapping]] = ..., publish: _Optional[_Union[PublishPages, _Mapping]] = ..., withdraw: _Optional[_Union[WithdrawPages, _Mapping]] = ..., abort_sender: _Optional[_Union[AbortSender, _Mapping]] = ..., receive: _Optional[_Union[Receive, _Mapping]] = ..., abort_receive: _Optional[_Union[AbortReceive, _Mapping]] = ..., ask_waits: _Optional[_Union[AskWaits, _Mapping]] = ..., explain: _Optional[_Union[Explain, _Mapping]] = ..., goodbye: _Optional[_Union[Goodbye, _Mapping]] = ...) -> None: ...
+
+class Goodbye(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SidecarMessage(_message.Message):
     __slots__ = ("answer", "sender", "receiver")
