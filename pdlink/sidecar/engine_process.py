@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import queue
-import select
 import sys
 import threading
 from collections.abc import Iterator
@@ -167,7 +166,7 @@ def _serve(listener: lifeline.Listener, stream: Stream, session: Session, server
             # The stream of an engine that is killed may break before its process is seen to have ended.
             has_died = bool(gone.intersection(watched))
             if stream.wake in gone and not (has_died or stream.said_goodbye):
-                has_died = bool(select.select(watched, [], [], ENDING_S)[0])
+                has_died = bool(lifeline.wait_any(watched, ENDING_S))
             if has_died:
                 text = f"the engine (process {engine.pid}) has ended"
             elif stream.wake in gone:

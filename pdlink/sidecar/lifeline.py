@@ -74,7 +74,7 @@ class Listener:
     def accept(self, timeout_s: float, *others: int) -> OtherEnd | None:
         """The engine, or None when one of the file descriptors `others` becomes readable first. Raises
         `DeadlineExceeded`, and `AccessDenied` for a process of another user."""
-        ready = _readable((self._socket.fileno(), *others), timeout_s)
+        ready = wait_any((self._socket.fileno(), *others), timeout_s)
         if any(one in ready for one in others):
             return None
         if not ready:
@@ -120,20 +120,12 @@ def _known(connection: socket.socket) -> OtherEnd:
 
 
 def _is_readable(fd: int, timeout_s: float) -> bool:
-    return bool(_readable((fd,), timeout_s))
+    return bool(wait_any((fd,), timeout_s))
 
 
-def _readable(fds: tuple[int, ...], timeout_s: float) -> set[int]:
-    """Those that have something, or have ended, once there is one or the time is over."""
+def wait_any(fds: tuple[int, ...], timeout_s: float | None = None) -> set[int]:
+    """Those that are readable or have ended, once there is one or the time is over (None: as long as it takes)."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll(max(0.0, timeout_s) * 1e3)}
-
-
-def wait_any(fds: tuple[int, ...]) -> set[int]:
-    """Wait, for as long as it takes, until some are readable or have ended."""
-    poller = select.poll()
-    for fd in fds:
-        poller.register(fd, select.POLLIN)
-    return {fd for fd, _ in poller.poll()}
+    return {fd for fd, _ in poller.poll(None if timeout_s is None else max(0.0, timeout_s) * 1e3)}
