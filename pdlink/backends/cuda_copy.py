@@ -215,6 +215,9 @@ def _pieces(batch: PullBatch) -> Iterator[GroupMove]:
 def fitting(move: GroupMove) -> Iterator[GroupMove]:
     """The move in pieces of which each fits one table: by layers where there are very many, then by pages."""
     max_layers = TABLE_BYTES // 2 // (8 * LAYER_COLUMNS)
+    if 8 * LAYER_COLUMNS * move.layers.num_layers + 16 * move.runs.num_pages <= TABLE_BYTES // 2:
+        yield move  # nearly every one; the wire waits for it
+        return
     for first in range(0, move.layers.num_layers, max_layers):
         rows = np.arange(first, min(first + max_layers, move.layers.num_layers), dtype=np.int64)
         layers = move.layers if len(rows) == move.layers.num_layers else move.layers.take(rows)

@@ -154,7 +154,9 @@ class MooncakeBackend(Backend):
                 check_sources(move, theirs, batch.worker_id)
             return batches_of(batch, link.window)
 
-        return MooncakePull(batch, link, link.plans.parts(batch, ours, make))
+        pull = MooncakePull(batch, link, link.plans.parts(batch, ours, make))
+        link.advance(pull)  # now, and not when its caller first looks
+        return pull
 
     def poll(self, handle: PullHandle) -> PullStatus:
         assert isinstance(handle, MooncakePull)

@@ -48,9 +48,9 @@ class OwnerSlots:
     def answer(self, ticket: int) -> Staged | None:
         return self._inbox.look(self._key, ticket)
 
-    def wait(self, tickets: Iterable[int], timeout_s: float) -> None:
-        """Wait for an answer to any of these."""
-        self._inbox.wait(self._key, list(tickets), timeout_s)
+    def wait(self, tickets: Iterable[int], timeout_s: float) -> bool:
+        """Wait up to `timeout_s` for an answer to any of these; whether there is one."""
+        return self._inbox.wait(self._key, list(tickets), timeout_s)
 
     def has_read(self, ticket: int) -> None:
         """The slot of this ticket is read. It goes back with what is said next."""

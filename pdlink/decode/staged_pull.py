@@ -34,6 +34,9 @@ from pdlink.transfer.timings import PullTimings
 log = logging.getLogger("pdlink.decode")
 
 LOOK_S = 0.02
+SOON_S = 0.2e-3
+"""How long an answer is waited for before something is made ready for it, while nothing is on the wire. The thread that
+takes answers in gets the interpreter only while this one waits, and nothing moves before the first has come."""
 COPY_NAP_S = 20e-6
 ANSWER_SLACK_S = 1.0
 """The owner's own deadline comes first: it can say what it waited for."""
@@ -139,7 +142,8 @@ class StagedPull:
                 if isinstance(asked, Failure):
                     return asked
                 said = self._owner.say(bool(self._todo) or any(one.answer is None for one in self._asked))
-                moved, cleared, prepared = self._unpack(), self._clear(), self._prepare()
+                moved, cleared = self._unpack(), self._clear()
+                prepared = self._is_on_the_wire and self._prepare()
                 if not (landed or said or moved or cleared or prepared):
                     self._wait()
             self.owed = self._owner.owed()
@@ -335,11 +339,16 @@ class StagedPull:
         while len(self._spare) > keep:
             self._slots.give(self._spare.pop())
 
+    @property
+    def _is_on_the_wire(self) -> bool:
+        """Whether bytes of this pull are under way between the two sides."""
+        return any(one.handle for one in self._asked)
+
     def _wait(self) -> None:
         """Nothing has changed: wait for what comes next."""
         began = time.perf_counter()
         waited = [one.ticket for one in self._asked if one.answer is None]
-        if any(one.handle for one in self._asked):
+        if self._is_on_the_wire:
             self._wire.nap(self._link.pace.nap_s)
             self._timings.wire_s += time.perf_counter() - began
         elif copying := next((one.copying for one in self._asked if one.copying), None):
@@ -349,7 +358,8 @@ class StagedPull:
                 copying.wait()
             self._timings.unpack_s += time.perf_counter() - began
         else:
-            self._owner.wait(waited, LOOK_S)
+            if not self._owner.wait(waited, SOON_S) and not self._prepare():
+                self._owner.wait(waited, LOOK_S)
             self._timings.pack_s += time.perf_counter() - began
 
     # --- letting go ---------------------------------------------------------------------------------

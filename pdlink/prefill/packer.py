@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from pdlink.backends.copiers import Copier, Copying, open_copier
+from pdlink.backends.copiers import Copier, Copying, Prepared, open_copier
 from pdlink.backends.staging import Arena
 from pdlink.control.frames import Staged
 from pdlink.errors import BackendError
@@ -29,6 +30,9 @@ Key: TypeAlias = tuple[str, int]
 """(transfer id, attempt)."""
 MAX_UNDER_WAY = 2
 """Copies on a device at once: the next one is launched before the end of the present one is waited for."""
+YIELD_S = 50e-6
+"""A real pause after the first piece of several is reported. The I/O thread, which tells its reader, gets the
+interpreter only while this one sleeps, and its reader has nothing to pull before."""
 JOIN_S = 5.0
 
 
@@ -54,6 +58,9 @@ class Packer:
     """One thread. What `put` takes is reported to `done` once, on that thread, in its order: packed into its slot, or
     with what went wrong, or neither where it was `over`. `close` twice is fine.
 
+    Copies on a device overlap, but for the first of several: its reader has nothing to pull before it hears of it, so
+    that its end comes before the launch of the next, which is made ready meanwhile.
+
     When the thread dies, what it has and what comes later is reported with that, the latter by whoever puts it.
 
     A ticket may wait `timeout_s` for a slot, from `asked_at` on.
@@ -75,7 +82,11 @@ class Packer:
         self._done = done
         self._queue: queue.SimpleQueue[Ticket | None] = queue.SimpleQueue()
         self._next: Ticket | None = None
-        """The first that is not begun, where it has to wait for a slot."""
+        """The first that is not begun, where it has to wait for a slot, or for the first of several."""
+        self._prepared: Prepared | None = None
+        """The copy of `_next`, where it has its slot."""
+        self._first: Ticket | None = None
+        """The one that came when there was nothing else to do, until it is reported."""
         self._under_way: deque[tuple[Ticket, Copying | None]] = deque()
         self._copier: Copier | None = None
         self._ended = False
@@ -156,7 +167,7 @@ class Packer:
         ticket, self._next = self._next, None
         if ticket is None and not self._ended:
             try:
-                ticket = self._queue.get(block=not self._under_way)
+                ticket = self._take()
             except queue.Empty:
                 return False
             self._ended = ticket is None
@@ -174,6 +185,16 @@ class Packer:
         self._current = None
         return has_begun
 
+    def _take(self) -> Ticket | None:
+        """The next one, waiting for it only where nothing is under way. Raises `queue.Empty`."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            if self._under_way:
+                raise
+        self._first = self._queue.get()
+        return self._first
+
     def _begin(self, ticket: Ticket) -> bool:
         if ticket.slot is None and not ticket.over:
             if not self._under_way:
@@ -184,23 +205,28 @@ class Packer:
                 if ticket.slot is None:
                     self._next = ticket
                     return False
+        prepared, self._prepared = self._prepared, None
         if ticket.slot is None or ticket.over:
             self._report(ticket, None if ticket.over else self._no_slot())
             return True
         area = self._arena.area
         # Made here, when the first piece is asked for: on a device it takes memory.
         copier = self._copier = self._copier or open_copier(area.memory, area.device)
-        batch, copying = ticket.job.copies(area.address(ticket.slot)), None
         if area.memory is MemoryKind.HOST:
-            copier.copy(batch, lambda: ticket.over)  # by this thread, which can thus stop in between
-        else:
-            try:
-                copying = copier.start(batch)
-            except BaseException as error:
-                if not isinstance(error, Exception):
-                    ticket.slot = None  # nobody can say whether something copies into it: it is given to nobody
-                raise
-        self._under_way.append((ticket, copying))
+            # By this thread, which can thus stop in between.
+            copier.copy(ticket.job.copies(area.address(ticket.slot)), lambda: ticket.over)
+            self._under_way.append((ticket, None))
+            return True
+        prepared = prepared or copier.prepare(ticket.job.copies(area.address(ticket.slot)))
+        if self._under_way and self._under_way[0][0] is self._first:
+            self._next, self._prepared = ticket, prepared
+            return False
+        try:
+            self._under_way.append((ticket, prepared.start()))
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                ticket.slot = None  # nobody can say whether something copies into it: it is given to nobody
+            raise
         return True
 
     def _is_over(self) -> bool:
@@ -218,6 +244,10 @@ class Packer:
             failure = Failure(FailureReason.BACKEND, str(error), self._worker_id, "staging")
         self._under_way.popleft()
         self._report(ticket, failure)
+        if ticket is self._first:
+            self._first = None
+            if copying:
+                time.sleep(YIELD_S)
 
     def _report(self, ticket: Ticket, failure: Failure | None) -> None:
         try:

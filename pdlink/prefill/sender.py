@@ -445,12 +445,10 @@ class Sender:
                     must_digest = True
                     break
                 tickets = self._stage_ahead(reader, publication)
-                try:
-                    # Told first: an answer to a ticket that the reader does not know comes back as of no use.
-                    self._send(reader.route, reader.attempt, publication.ready(len(tickets), reader.parts))
-                finally:
-                    if tickets and self._staging:
-                        self._staging.begin(tickets)
+                if tickets and self._staging:
+                    # It takes longer than telling, and is told of later all the same: the worker's lock is held here.
+                    self._staging.begin(tickets)
+                self._send(reader.route, reader.attempt, publication.ready(len(tickets), reader.parts))
                 reader.seen = publication.sequence + 1
             reader.told = max(reader.told, reader.seen)
         if must_digest:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdlink.backends.copiers import Copier
+from pdlink.backends.copiers import Copier, Prepared
 from pdlink.backends.slots import SlotPool
 from pdlink.errors import BackendError
 from pdlink.layout.regions import MemoryKind
@@ -54,12 +54,22 @@ class Device(Copier):
     fails: int | None = None
     launched: list[Launched] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
+    prepared: int = 0
     closed: bool = False
+    may_start: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.may_start.set()
+
+    def prepare(self, batch: PullBatch) -> Prepared:
+        self.prepared += 1
+        return super().prepare(batch)
 
     def copy(self, batch: PullBatch, stop: Callable[[], bool]) -> bool:
         raise AssertionError("a device copies beside this thread")
 
     def start(self, batch: PullBatch) -> Any:
+        assert self.may_start.wait(DEADLINE_S)
         number = len(self.launched)
         made = Launched(self.over, number == self.fails)
         self.launched.append(made)
@@ -123,17 +133,53 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def test_the_next_piece_is_launched_before_the_end_of_the_present_one(make: Make) -> None:
-    bench = make(Device())
-    for number in range(4):
+    bench = make(Device(), num_slots=5)
+    for number in range(5):
         bench.put(number)
-    bench.wait_launched(MAX_UNDER_WAY)
-    assert bench.reports == []
-    for number in range(4):
+    bench.wait_launched(1)
+    bench.device.launched[0].over.set()
+    bench.wait_reports(0)
+    for number in range(1, 5):
+        bench.wait_launched(min(5, number + MAX_UNDER_WAY))
         assert len(bench.device.launched) - len(bench.reports) <= MAX_UNDER_WAY
-        bench.wait_launched(min(4, number + MAX_UNDER_WAY))
         bench.device.launched[number].over.set()
         bench.wait_reports(*range(number + 1))
-    assert len(set(bench.device.addresses)) == 4
+    assert len(set(bench.device.addresses)) == 5
+
+
+def put_pair(bench: Bench, first: int) -> Ticket:
+    """Two pieces for a thread that has nothing to do, the second before it looks for one; returns that."""
+    launched = len(bench.device.launched)
+    bench.device.may_start.clear()
+    bench.put(first)
+    second = bench.put(first + 1)
+    bench.device.may_start.set()
+    bench.wait_launched(launched + 1)
+    return second
+
+
+def test_the_first_of_several_is_reported_before_the_next_is_launched_which_is_ready_then(make: Make) -> None:
+    bench = make(Device())
+    for round_number in range(2):  # whoever comes after a pause is a first one too
+        first = 2 * round_number
+        put_pair(bench, first)
+        wait_until(lambda: bench.device.prepared == first + 2)  # noqa: B023 - called in this turn
+        assert len(bench.device.launched) == first + 1
+        bench.device.launched[first].over.set()
+        bench.wait_launched(first + 2)
+        bench.wait_reports(*range(first + 1))
+        bench.device.launched[first + 1].over.set()
+        bench.wait_reports(*range(first + 2))
+
+
+def test_one_that_nobody_wants_any_more_once_it_is_ready_is_not_packed(make: Make) -> None:
+    bench = make(Device())
+    unwanted = put_pair(bench, 1)
+    wait_until(lambda: bench.device.prepared == 2)
+    unwanted.over = True
+    bench.device.launched[0].over.set()
+    bench.wait_reports(1, 2)
+    assert len(bench.device.launched) == 1
 
 
 def test_a_piece_that_is_packed_is_reported_while_the_next_one_waits_for_a_slot(make: Make) -> None:
