@@ -27,6 +27,9 @@ _UTILS = "sglang.srt.disaggregation.utils"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _POOL_CLASSES = ("MHATokenToKVPool", "MLATokenToKVPool")
 """Those that sglang can serve a model with on CPU."""
+_DECODE = "sglang.srt.disaggregation.decode"
+_QUEUE_CLASS = "DecodePreallocQueue"
+_MAKES_RECEIVER = f"{_DECODE}.{_QUEUE_CLASS}._create_receiver_and_enqueue"
 
 
 def backend_name() -> str:
@@ -74,6 +77,8 @@ def install(name: str) -> None:
     if _shares_pools():
         for kind in _POOL_CLASSES:
             HookRegistry.register(f"{_POOLS}.{kind}._create_buffers", in_shared_memory, HookType.AROUND)
+    if _DECODE in sys.modules:  # as in every process that serves requests: others need not load it for this
+        HookRegistry.register(_MAKES_RECEIVER, hand_on_trace, HookType.AFTER)
 
 
 def check_applied() -> None:
@@ -109,6 +114,10 @@ def faults(name: str) -> list[str]:
             getattr(sys.modules[_POOLS], kind)._create_buffers, in_shared_memory
         ):
             found.append(f"the buffers of {kind} are not made by pdlink")
+    if _MAKES_RECEIVER in HookRegistry._hooks and not _calls(
+        getattr(sys.modules[_DECODE], _QUEUE_CLASS)._create_receiver_and_enqueue, hand_on_trace
+    ):
+        found.append(f"{_QUEUE_CLASS} does not tell receivers the trace of their request")
     for attribute in ("TransferBackend", "get_kv_class", "build_kv_layer_ids"):
         ours = getattr(utils, attribute)
         stale = [module for module in _holders(attribute) if getattr(sys.modules[module], attribute) is not ours]
@@ -154,6 +163,15 @@ def in_shared_memory(original: Callable[..., Any], pool: Any, *args: Any, **kwar
 
     with shared_pools():
         return original(pool, *args, **kwargs)
+
+
+def hand_on_trace(decode_request: Any, *_arguments: Any, **_more: Any) -> None:
+    """Tell a receiver of pdlink's, which sglang makes with a room and nothing else, the trace of its request."""
+    from pdlink_engines.sglang.receiver import PdlinkKVReceiver
+    from pdlink_engines.sglang.traces import trace_parent_of
+
+    if isinstance(decode_request.kv_receiver, PdlinkKVReceiver):
+        decode_request.kv_receiver.trace_parent = trace_parent_of(decode_request.req.time_stats.trace_ctx)
 
 
 def check_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -46,6 +46,8 @@ class PdlinkKVReceiver(BaseKVReceiver):
         self.conclude_state: int | None = None
         # Whether the prefill ranks know, or need not know, that this request has ended badly.
         self.abort_notified = False
+        # Set by the hook in sglang's queue: the W3C `traceparent` of the request, or empty.
+        self.trace_parent = ""
         self._dp: int | None = None
         self._receiver: Receiver | None = None
         self._aux_index: int | None = None
@@ -173,6 +175,7 @@ class PdlinkKVReceiver(BaseKVReceiver):
                 readers=self.kv_mgr.place.readers,
                 dp=self._dp or 0,
                 expect_aux=True,
+                trace_parent=self.trace_parent,
             )
         except PdlinkError as error:
             self._refuse(str(error))

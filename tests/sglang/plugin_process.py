@@ -2,7 +2,8 @@
 
     python -m tests.sglang.plugin_process WHAT
 
-WHAT damages something first: `nothing`, `no-kv-class`, `no-layer-ids`, `no-enum`, `other-version`, `no-module`.
+WHAT damages something first: `nothing`, `no-kv-class`, `no-layer-ids`, `no-enum`, `no-trace`, `other-version`,
+`no-module`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ def damage(what: str) -> None:
         importlib.metadata.version = lambda name: "0.5.24" if name == "sglang" else real(name)
     if what == "no-module":
         sys.modules["pdlink_engines.sglang.hooks"] = None
-    targets = {"no-kv-class": "get_kv_class", "no-layer-ids": "build_kv_layer_ids", "no-enum": "TransferBackend"}
+    targets = {
+        "no-kv-class": "get_kv_class",
+        "no-layer-ids": "build_kv_layer_ids",
+        "no-enum": "TransferBackend",
+        "no-trace": "_create_receiver_and_enqueue",
+    }
     if what in targets:
         from sglang.srt.plugins.hook_registry import HookRegistry
 

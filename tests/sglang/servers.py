@@ -80,12 +80,11 @@ class Server:
                 time.sleep(0.2)
         raise AssertionError(f"{self.name} is not ready:\n{self.tail()}")
 
-    def generate(self, tokens: Sequence[int], num_tokens: int, **more: Any) -> list[int]:
+    def generate(self, tokens: Sequence[int], num_tokens: int, trace_parent: str = "", **more: Any) -> list[int]:
         """Greedy output ids. Raises with what the server says and its log when it refuses."""
         body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": num_tokens, "temperature": 0}, **more}
-        asked = urllib.request.Request(
-            f"http://{HOST}:{self.port}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+        headers = {"Content-Type": "application/json"} | ({"traceparent": trace_parent} if trace_parent else {})
+        asked = urllib.request.Request(f"http://{HOST}:{self.port}/generate", json.dumps(body).encode(), headers)
         try:
             with urllib.request.urlopen(asked, timeout=ANSWER_TIMEOUT_S) as answer:
                 told = json.loads(answer.read())

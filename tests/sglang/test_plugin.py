@@ -67,6 +67,15 @@ def test_pools_on_cpu_are_shared_memory_where_ipc_is_asked_for(run: Run, transpo
     assert told(run("plugin_process", "nothing", PDLINK_BACKENDS=transports))["shared"] is is_shared
 
 
+def test_a_receiver_is_told_the_span_that_sglang_has_for_its_request(run: Run) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    found = told(run("trace_process", f"00-{trace}-b7ad6b7169203331-01"))
+    assert found["off"] == {"kind": "TraceNullContext", "span": "", "told": ""}
+    for name, kind in (("on", "TraceReqContext"), ("async", "TraceReqContextAsync")):
+        assert found[name]["kind"] == kind
+        assert found[name]["told"] == f"00-{trace}-{found[name]['span']}-01"
+
+
 def test_sglang_runs_without_pdlink_where_plug_ins_are_chosen(run: Run) -> None:
     found = told(run("plugin_process", "nothing", SGLANG_PLUGINS="none"))
     assert found["served"] == []
@@ -79,6 +88,7 @@ def test_sglang_runs_without_pdlink_where_plug_ins_are_chosen(run: Run) -> None:
         ("no-kv-class", ["did not take", "get_kv_class of sglang.srt.disaggregation.utils does not call pdlink"]),
         ("no-layer-ids", ["did not take", "build_kv_layer_ids of sglang.srt.disaggregation.utils"]),
         ("no-enum", ["did not take", "TransferBackend has no 'pdlink'"]),
+        ("no-trace", ["did not take", "DecodePreallocQueue does not tell receivers the trace of their request"]),
         ("no-module", ["pdlink cannot serve this sglang", "hooks"]),
     ],
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pdlink.backends.shm import sweep_stale
+from tests.sglang.collector import Collector, collecting
 from tests.sglang.rig import free_port
 from tests.sglang.servers import HOST, MODEL, Server, readme_commands, with_values
 
@@ -27,10 +30,15 @@ class Cluster:
     prefill: Server
     decode: Server
     bootstrap_port: int
+    collector: Collector
+    """Of the spans of `prefill` and `decode`; `alone` traces nothing."""
 
-    def generate(self, tokens: list[int], num_tokens: int, room: int) -> tuple[list[int], list[int]]:
+    def generate(
+        self, tokens: list[int], num_tokens: int, room: int, trace_parent: str = ""
+    ) -> tuple[list[int], list[int]]:
         """What prefill and decode answer, asked at the same time, as a router does."""
-        where = {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        where: dict[str, Any] = {"bootstrap_host": HOST, "bootstrap_port": self.bootstrap_port, "bootstrap_room": room}
+        where["trace_parent"] = trace_parent
         with ThreadPoolExecutor(1) as other:
             first = other.submit(self.prefill.generate, tokens, num_tokens, **where)
             return self.decode.generate(tokens, num_tokens, **where), first.result()
@@ -44,26 +52,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     # Prefill offers both, with a pool that sglang made in shared memory; decode takes what it has.
     environ = {"prefill": {"PDLINK_BACKENDS": "ipc,nixl"}, "decode": {"PDLINK_BACKENDS": "nixl"}}
     servers: dict[str, Server] = {}
-    try:
+    with contextlib.ExitStack() as end:
+        end.callback(sweep_stale)  # killed schedulers leave their staging memory to the next process that looks
+        collector = end.enter_context(collecting())
         for role, words in readme_commands().items():
             port = free_port()
             values = {"--port": str(port), "--disaggregation-bootstrap-port": str(bootstrap_port)}
-            command = with_values(words, {"--model-path": str(MODEL), **values})
+            command = with_values(words, {"--model-path": str(MODEL), **values}) + collector.arguments
             if role == "decode":
                 # Retracted requests would be kept in pinned memory, which needs CUDA; and prefixes are kept here.
                 command += ["--disaggregation-decode-retraction-backup", "none"]
                 command += ["--disaggregation-decode-enable-radix-cache"]
-            servers[role] = Server(role, command, port, folder / f"{role}.log", environ[role])
+            known = {**environ[role], **collector.environ, "PDLINK_TRACING": "1"}
+            servers[role] = Server(role, command, port, folder / f"{role}.log", known)
+            end.callback(servers[role].close)
         port = free_port()
         alone = ["-m", "sglang.launch_server", "--model-path", str(MODEL), "--port", str(port)]
         servers["alone"] = Server("alone", alone, port, folder / "alone.log", {})
+        end.callback(servers["alone"].close)
         for server in servers.values():
             server.wait_ready()
-        yield Cluster(**servers, bootstrap_port=bootstrap_port)
-    finally:
-        for server in servers.values():
-            server.close()
-        sweep_stale()  # killed schedulers leave their staging memory to the next process that looks
+        yield Cluster(**servers, bootstrap_port=bootstrap_port, collector=collector)
 
 
 def prompts() -> list[list[int]]:
@@ -111,6 +120,18 @@ def test_a_prompt_that_the_prefill_server_refuses_fails_on_both(cluster: Cluster
     with pytest.raises(AssertionError, match="answered"):
         cluster.generate([1] * 1030, 4, 6001)
     assert cluster.generate([4, 5, 6], 4, 6002)[0] == cluster.alone.generate([4, 5, 6], 4)
+
+
+def test_spans_of_pdlink_belong_to_the_trace_that_the_request_came_with(cluster: Cluster) -> None:
+    """The router's trace, of which sglang makes a span for the request on decode, below which pdlink's are."""
+    trace, span = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    cluster.generate([7] * 40, 4, 7001, f"00-{trace}-{span}-01")
+    spans = cluster.collector.wait_for(trace, "pdlink.receive", "pdlink.publish", "decode Req", "pull")
+    (request,) = [one for one in spans if one.name.startswith("decode Req")]
+    assert request.parent_id == span
+    for name in ("pdlink.receive", "pdlink.publish"):
+        (made,) = [one for one in spans if one.name == name]
+        assert made.parent_id == request.span_id, name
 
 
 def test_a_server_whose_plug_in_cannot_serve_ends_with_the_reason(tmp_path: Path) -> None:
