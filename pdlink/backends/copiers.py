@@ -43,6 +43,9 @@ class _Done:
 class Copier(ABC):
     """Copies for one thread at a time. The caller vouches for the addresses. `close` twice is fine."""
 
+    wants_runs = True
+    """Whether a run of pages is one copy, so that it pays to find runs; else every page is copied by itself."""
+
     @abstractmethod
     def copy(self, batch: PullBatch, stop: Callable[[], bool]) -> bool:
         """Copy every row of `batch`; False when `stop` said so before the end. Quiet when it returns or raises.

@@ -59,6 +59,8 @@ class DeviceCopier(Copier):
     launched. Raises `BackendUnavailable`.
     """
 
+    wants_runs = False
+
     def __init__(self, device: int) -> None:
         self.device = device
         self._kernels = load_gather(device)

@@ -44,7 +44,7 @@ class PagePacks:
         table = PageTable(region.base_address + offsets, np.full(len(sizes), region.page_stride), sizes, starts)
         for first in range(0, len(pages), at_once):
             some = pages[first : first + at_once]
-            self._copier.copy(pack(pack_runs(some), table, self._block.address), lambda: False)
+            self._copier.copy(pack(pack_runs(some, self._copier.wants_runs), table, self._block.address), lambda: False)
             base, memory = self._block.address, (region.memory, region.device)
             yield Region(region.component, region.layer, base, nbytes, nbytes, len(some), *memory)
 

@@ -73,7 +73,7 @@ class BlockReads:
         table = PageTable(*columns)
         for first in range(0, len(pages), at_once):
             some = pages[first : first + at_once]
-            self._copier.copy(pack(pack_runs(some), table, self._block.address), lambda: False)
+            self._copier.copy(pack(pack_runs(some, self._copier.wants_runs), table, self._block.address), lambda: False)
             yield self._bytes[: len(some) * nbytes].reshape(len(some), nbytes), np.arange(len(some), dtype=np.int64)
 
     def close(self) -> None:

@@ -313,7 +313,8 @@ class StagedPull:
         if place not in self._runs:
             num_turns = len(self._pull.landing.tables) if self._pull.landing else 1
             first = self._pull.first_page + piece.first_page
-            self._runs[place] = unpack_runs(self._pull.pages[piece.pages], first, num_turns)
+            pages = self._pull.pages[piece.pages]
+            self._runs[place] = unpack_runs(pages, first, num_turns, self._copier.wants_runs)
         return self._runs[place]
 
     def _clear(self) -> bool:

@@ -22,6 +22,7 @@ from pdlink.events import Events
 from pdlink.layout.regions import MemoryKind
 from pdlink.prefill.stage_job import StageJob
 from pdlink.threads import Death, SupervisedThread
+from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.failure import Failure, FailureReason
 
 log = logging.getLogger("pdlink.prefill")
@@ -209,15 +210,14 @@ class Packer:
         if ticket.slot is None or ticket.over:
             self._report(ticket, None if ticket.over else self._no_slot())
             return True
-        area = self._arena.area
-        # Made here, when the first piece is asked for: on a device it takes memory.
-        copier = self._copier = self._copier or open_copier(area.memory, area.device)
-        if area.memory is MemoryKind.HOST:
-            # By this thread, which can thus stop in between.
-            copier.copy(ticket.job.copies(area.address(ticket.slot)), lambda: ticket.over)
+        if self._arena.area.memory is MemoryKind.HOST:
+            copier, batch = self._copies(ticket.job, ticket.slot)
+            copier.copy(batch, lambda: ticket.over)  # by this thread, which can thus stop in between
             self._under_way.append((ticket, None))
             return True
-        prepared = prepared or copier.prepare(ticket.job.copies(area.address(ticket.slot)))
+        if prepared is None:
+            copier, batch = self._copies(ticket.job, ticket.slot)
+            prepared = copier.prepare(batch)
         if self._under_way and self._under_way[0][0] is self._first:
             self._next, self._prepared = ticket, prepared
             return False
@@ -228,6 +228,12 @@ class Packer:
                 ticket.slot = None  # nobody can say whether something copies into it: it is given to nobody
             raise
         return True
+
+    def _copies(self, job: StageJob, slot: int) -> tuple[Copier, PullBatch]:
+        """What a job copies into a slot, and who. The copier is made with the first: on a device it takes memory."""
+        area = self._arena.area
+        self._copier = self._copier or open_copier(area.memory, area.device)
+        return self._copier, job.copies(area.address(slot), self._copier.wants_runs)
 
     def _is_over(self) -> bool:
         _, copying = self._under_way[0]

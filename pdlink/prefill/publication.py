@@ -40,7 +40,7 @@ class Publication:
     last: bool = False
     aux: bytes | None = None
     digests: dict[Parts, DigestTable] = field(default_factory=dict)
-    _runs: Kept[tuple[int, int], PageRuns] = field(default_factory=lambda: Kept(MAX_KEPT_RUNS))
+    _runs: Kept[tuple[int, int, bool], PageRuns] = field(default_factory=lambda: Kept(MAX_KEPT_RUNS))
 
     def num_bytes(self, regions: Mapping[tuple[str, int], Region]) -> int:
         """Of its pages, in all of its layers."""
@@ -48,9 +48,10 @@ class Publication:
             regions[component, layer].page_bytes for component, layers in self.layers.items() for layer in layers
         )
 
-    def pack_runs(self, start: int, num_pages: int) -> PageRuns:
+    def pack_runs(self, start: int, num_pages: int, merge: bool) -> PageRuns:
         """The page pairs that pack `num_pages` from `start` on, made once: most pieces have the same pages."""
-        return self._runs.of((start, num_pages), lambda: pack_runs(self.page_ids[start : start + num_pages]))
+        pages = self.page_ids[start : start + num_pages]
+        return self._runs.of((start, num_pages, merge), lambda: pack_runs(pages, merge))
 
     def is_digested(self, parts: Parts) -> bool:
         """Whether a reader of `parts` may hear of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,15 +14,15 @@ from pdlink.layout.parts import Part
 from pdlink.layout.regions import Region
 from pdlink.prefill.chunk import RankFacts
 from pdlink.prefill.publication import Publication
-from pdlink.transfer.ahead import Ahead, cut_ahead
+from pdlink.transfer.ahead import MAX_PIECES, Ahead, cut_ahead
 from pdlink.transfer.descriptors import Int64Array, PullBatch
 from pdlink.transfer.digests import by_component, cells_in_order
 from pdlink.transfer.kept import Kept
-from pdlink.transfer.packing import PageTable, pack
+from pdlink.transfer.packing import PageTable, Piece, pack
 
 NO_PARTS: Mapping[str, Part] = {}
-MAX_TABLES = 256
-"""Sets of rows that are remembered: the pieces of a rank's requests are much alike."""
+MAX_TABLES, MAX_CUTS = 256, 64
+"""Sets of rows, and cuts of them, that are remembered: the pieces of a rank's requests are much alike."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,9 +42,9 @@ class StageJob:
         """Whether the pages are still published as they were when they were asked for."""
         return self.publication.generation == self.generation
 
-    def copies(self, slot_address: int) -> PullBatch:
-        """By the thread that packs."""
-        return pack(self.publication.pack_runs(self.start, self.num_pages), self.table, slot_address)
+    def copies(self, slot_address: int, merge: bool) -> PullBatch:
+        """By the thread that packs; with its pages merged into runs, or one by one."""
+        return pack(self.publication.pack_runs(self.start, self.num_pages, merge), self.table, slot_address)
 
 
 class RowTables:
@@ -53,14 +53,31 @@ class RowTables:
     def __init__(self, rank: RankFacts) -> None:
         self.rank = rank
         self._tables: Kept[Hashable, tuple[PageTable, int]] = Kept(MAX_TABLES)
+        self._cuts: Kept[Hashable, tuple[tuple[PageTable, Piece], ...]] = Kept(MAX_CUTS)
 
     def of(self, layers: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part] = NO_PARTS) -> tuple[PageTable, int]:
         """The table in packing order, and the bytes of one page position in all of its rows. All are of the rank.
 
         Raises `LayoutError` for a part that pages of this rank cannot be cut into.
         """
-        key = tuple(sorted(layers.items())), tuple(sorted(parts.items(), key=lambda one: one[0]))
-        return self._tables.of(key, lambda: self._make(layers, parts))
+        return self._tables.of(_key(layers, parts), lambda: self._make(layers, parts))
+
+    def cut(
+        self, layers: Mapping[str, tuple[int, ...]], num_pages: int, ahead: Ahead, parts: Mapping[str, Part] = NO_PARTS
+    ) -> tuple[tuple[PageTable, Piece], ...]:
+        """The pieces of these rows x `num_pages` as a reader cuts them, at most `ahead.num_pieces`, each with the table
+        of its rows. Empty where they cannot be cut so."""
+        key = _key(layers, parts), num_pages, ahead
+        return self._cuts.of(key, lambda: tuple(self._cut(layers, num_pages, ahead, parts)))
+
+    def _cut(
+        self, layers: Mapping[str, tuple[int, ...]], num_pages: int, ahead: Ahead, parts: Mapping[str, Part]
+    ) -> Iterator[tuple[PageTable, Piece]]:
+        cells = cells_in_order(layers)
+        page_bytes = self.of(layers, _only(parts, layers))[0].row_bytes
+        for piece in cut_ahead(page_bytes, num_pages, ahead)[: min(ahead.num_pieces, MAX_PIECES)]:
+            some = by_component(cells[piece.rows])
+            yield self.of(some, _only(parts, some))[0], piece
 
     def _make(self, layers: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part]) -> tuple[PageTable, int]:
         regions = [self.rank.regions[cell] for cell in cells_in_order(layers)]
@@ -120,15 +137,15 @@ def ahead_jobs(
 
     Empty where it cannot be cut as the reader says.
     """
-    cells, num_pages = cells_in_order(publication.layers), len(publication.page_ids)
-    page_bytes = tables.of(publication.layers, _only(parts, publication.layers))[0].row_bytes
-    jobs = []
-    for piece in cut_ahead(page_bytes, num_pages, ahead)[:most]:
-        layers = by_component(cells[piece.rows])
-        table, _ = tables.of(layers, _only(parts, layers))
-        said = (table, piece.first_page, piece.num_pages, piece.nbytes)
-        jobs.append(StageJob(publication, publication.generation, *said))
-    return jobs
+    num_pages = len(publication.page_ids)
+    return [
+        StageJob(publication, publication.generation, table, piece.first_page, piece.num_pages, piece.nbytes)
+        for table, piece in tables.cut(publication.layers, num_pages, ahead, parts)[:most]
+    ]
+
+
+def _key(layers: Mapping[str, tuple[int, ...]], parts: Mapping[str, Part]) -> Hashable:
+    return tuple(sorted(layers.items())), tuple(sorted(parts.items(), key=lambda one: one[0]))
 
 
 def _only(parts: Mapping[str, Part], layers: Mapping[str, tuple[int, ...]]) -> Mapping[str, Part]:

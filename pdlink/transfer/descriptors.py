@@ -185,6 +185,12 @@ def pair_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageR
     return PageRuns(source[starts], destination[starts], counts)
 
 
+def single_pages(source_pages: Int64Array, destination_pages: Int64Array) -> PageRuns:
+    """Page pairs as runs of one page each, in their order: for copiers that gain nothing by longer ones. Both are int64
+    [n], and are kept."""
+    return PageRuns(source_pages, destination_pages, np.ones(len(source_pages), dtype=np.int64))
+
+
 def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
     """first[i], first[i] + 1, ... count[i] of them, for each i."""
     before = np.repeat(np.cumsum(count) - count, count)

@@ -15,7 +15,7 @@ import numpy as np
 from pdlink.errors import PlanError
 from pdlink.layout.parts import Part
 from pdlink.layout.staging import COMPONENT, StagingArea
-from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PageRuns, PullBatch, pair_pages
+from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PageRuns, PullBatch, pair_pages, single_pages
 from pdlink.transfer.kept import Kept
 
 MAX_SLOTS = 64
@@ -153,17 +153,18 @@ def cut(page_bytes: Int64Array, num_pages: int, piece_bytes: int) -> list[Piece]
     return pieces
 
 
-def pack_runs(pages: Int64Array) -> PageRuns:
-    """The page pairs of a pack of `pages` (int64 [n]), whatever the rows."""
-    return pair_pages(pages, np.arange(len(pages), dtype=np.int64))
+def pack_runs(pages: Int64Array, merge: bool = True) -> PageRuns:
+    """The page pairs of a pack of `pages` (int64 [n]), whatever the rows; merged into runs where that pays."""
+    return (pair_pages if merge else single_pages)(pages, np.arange(len(pages), dtype=np.int64))
 
 
-def unpack_runs(pages: Int64Array, first_page: int = 0, num_turns: int = 1) -> list[PageRuns]:
+def unpack_runs(pages: Int64Array, first_page: int = 0, num_turns: int = 1, merge: bool = True) -> list[PageRuns]:
     """By turn, the page pairs of an unpack to `pages` (int64 [n]), which are those of page positions from `first_page`
-    on, whatever the rows."""
+    on, whatever the rows; merged into runs where that pays."""
+    pair = pair_pages if merge else single_pages
     if num_turns == 1:
-        return [pair_pages(np.arange(len(pages), dtype=np.int64), pages)]
-    return [pair_pages(mine, pages[mine]) for mine in split_turns(first_page, len(pages), num_turns)]
+        return [pair(np.arange(len(pages), dtype=np.int64), pages)]
+    return [pair(mine, pages[mine]) for mine in split_turns(first_page, len(pages), num_turns)]
 
 
 def pack(runs: PageRuns, table: PageTable, slot_address: int) -> PullBatch:
