@@ -43,7 +43,6 @@ def ping(
     from pdlink.bootstrap.client import BootstrapClient
     from pdlink.bootstrap.inspection_wire import look
     from pdlink.cli.output import console, note, print_json, print_table
-    from pdlink.cli.ping_rank import Pinger
     from pdlink.layout import fingerprint
 
     settings = load(config, assigned)
@@ -57,6 +56,8 @@ def ping(
     with BootstrapClient((place,), settings) as client:
         info = client.resolve(shown.name, fingerprint(shown.layout))
     ranks = [info.rank(worker)] if worker else list(info.ranks)
+    from pdlink.cli.ping_rank import Pinger  # loads torch: not before there is somebody to ping
+
     paths: list[Path] = []
     with Pinger(info.layout, settings, timeout_s) as pinger:
         for number, rank in enumerate(ranks):

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import grpc
 
-from pdlink.address import Address
+from pdlink.address import Address, advertised
 from pdlink.backends import shm
 from pdlink.bootstrap import error_wire
 from pdlink.config import Settings
@@ -86,7 +86,9 @@ class SidecarServer(rpc.SidecarServicer):
 
     @classmethod
     def start(cls, path: Path, settings: Settings, events: Events | None = None) -> SidecarServer:
-        """Serve at `path`. Raises `InvalidInput` for a path that will not do, `ConfigError` for such settings."""
+        """Serve at `path`. Raises `InvalidInput` for a path that will not do, `ConfigError` for such settings, and
+        `AddressError` for a wildcard `bind_host` without `advertise_host`."""
+        advertised(Address(settings.bind_host, 0), settings.advertise_host)  # not first when an engine attaches a rank
         server = cls(path, settings, events)
         try:
             if settings.http_bind:

@@ -36,7 +36,10 @@ def check_place(path: Path) -> None:
     try:
         facts = folder.stat()
     except OSError as error:
-        raise InvalidInput(f"the folder {folder} of the sidecar's socket cannot be used: {error.strerror}") from error
+        raise InvalidInput(
+            f"the folder {folder} of the sidecar's socket cannot be used: {error.strerror}; make one of mode 700, or "
+            "give another path"
+        ) from error
     if not stat.S_ISDIR(facts.st_mode):
         raise InvalidInput(f"{folder}, where the sidecar's socket is to lie, is no folder")
     if facts.st_uid not in (os.geteuid(), 0) or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -75,14 +78,17 @@ def private_files() -> Iterator[None]:
 class Place:
     """The right to serve at `path`, held until `close`. Removes what a sidecar that was killed has left there.
 
-    Raises `InvalidInput` as `check_place` does, for a path that is too long, and where another sidecar serves already.
+    Raises `InvalidInput` as `check_place` does, for a path that is too long or has a file that is no socket, which is
+    left alone, and where another sidecar serves already.
     """
 
     def __init__(self, path: Path) -> None:
         check_place(path)
+        if os.path.lexists(path) and not _is_socket(path):
+            raise InvalidInput(f"there is a file at {path} that is no socket; give another path")
         nbytes, most = len(os.fsencode(path)), MAX_PATH_BYTES - SUFFIX_BYTES
         if nbytes > most:
-            raise InvalidInput(f"the socket path {path} has {nbytes} bytes; the most is {most}")
+            raise InvalidInput(f"the socket path {path} has {nbytes} bytes; the most is {most}: give a shorter one")
         self.path = path
         self._lock_path = path.with_name(path.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -112,7 +118,9 @@ class Place:
         remove(self.path)
         for end in ENDS:
             for one in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.{end}"):
-                if not _is_served(one):  # an engine's process may take a moment to follow its sidecar
+                if _is_socket(one) and not _is_served(
+                    one
+                ):  # an engine's process may take a moment to follow its sidecar
                     remove(one)
 
 
@@ -124,6 +132,13 @@ def credentials(connection: socket.socket) -> tuple[int, int]:
 
 def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
+
+
+def _is_socket(path: Path) -> bool:
+    """Of what stands there itself: a link to a socket is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_ISSOCK(path.lstat().st_mode)
+    return False
 
 
 def _is_served(path: Path) -> bool:

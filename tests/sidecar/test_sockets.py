@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdlink.errors import AccessDenied, DeadlineExceeded, InvalidInput, PeerGone
+from pdlink.config import load_settings
+from pdlink.errors import AccessDenied, AddressError, DeadlineExceeded, InvalidInput, PeerGone
 from pdlink.sidecar import SidecarGone, connect, lifeline, stream
+from pdlink.sidecar.server import SidecarServer
 from pdlink.sidecar.sockets import MAX_PATH_BYTES, Place, check_place, check_socket
 from pdlink.v1 import sidecar_pb2 as pb
 
@@ -48,9 +50,9 @@ def test_a_socket_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_path_that_no_socket_can_have_is_refused_with_the_most(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="the most is"):
+    with pytest.raises(InvalidInput, match=r"the most is .* a shorter one"):
         Place(tmp_path / ("a" * MAX_PATH_BYTES))
-    with pytest.raises(InvalidInput, match="No such file"):
+    with pytest.raises(InvalidInput, match=r"No such file.* make one of mode 700"):
         check_place(tmp_path / "nowhere" / "a.sock")
 
 
@@ -59,6 +61,29 @@ def test_a_file_that_is_no_socket_is_refused(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(InvalidInput, match="is no socket"):
         connect(path)
+
+
+def test_a_sidecar_leaves_a_file_alone_that_is_no_socket(tmp_path: Path) -> None:
+    """A path of a configuration file, given by mistake, or a name that belongs to somebody else."""
+    path, beside = tmp_path / "settings.yaml", tmp_path / "a.sock.notes.rpc"
+    for one in (path, beside):
+        one.write_text("log: info")
+    with pytest.raises(InvalidInput, match=r"settings\.yaml that is no socket; give another path"):
+        Place(path)
+    link = tmp_path / "link.sock"
+    link.symlink_to(path)
+    with pytest.raises(InvalidInput, match="that is no socket"):
+        Place(link)
+    Place(tmp_path / "a.sock").close()
+    assert [one.read_text() for one in (path, beside, link)] == ["log: info"] * 3
+
+
+def test_a_sidecar_that_binds_every_interface_needs_a_host_to_tell_peers(tmp_path: Path) -> None:
+    wildcard = ".".join("0000")
+    with pytest.raises(AddressError, match="set PDLINK_ADVERTISE_HOST to the address that peers reach"):
+        SidecarServer.start(tmp_path / "a.sock", load_settings({}, bind_host=wildcard))
+    assert list(tmp_path.iterdir()) == []
+    SidecarServer.start(tmp_path / "a.sock", load_settings({}, bind_host=wildcard, advertise_host="127.0.0.1")).close()
 
 
 def test_where_nobody_listens_the_engine_is_told_what_to_start(tmp_path: Path) -> None:
