@@ -135,6 +135,7 @@ class StagedPull:
                 if isinstance(landed, Failure):
                     return landed
                 # Posted and asked for first: what is on the wire or packed needs nobody here while this thread unpacks.
+                before = self._num_on_the_wire
                 failure = self._stopped() or self._hear() or self._post()
                 if failure:
                     return failure
@@ -143,8 +144,10 @@ class StagedPull:
                     return asked
                 said = self._owner.say(bool(self._todo) or any(one.answer is None for one in self._asked))
                 moved, cleared = self._unpack(), self._clear()
-                prepared = self._is_on_the_wire and self._prepare()
-                if not (landed or said or moved or cleared or prepared):
+                posted = self._num_on_the_wire > before
+                # Not right after a post: what is packed too by now goes on the wire first.
+                prepared = not posted and bool(self._num_on_the_wire) and self._prepare()
+                if not (landed or posted or said or moved or cleared or prepared):
                     self._wait()
             self.owed = self._owner.owed()
             self._timings.tail_s = time.perf_counter() - self._landed_at
@@ -229,7 +232,7 @@ class StagedPull:
 
     def _post(self) -> Outcome:
         """Put packed pieces on the wire, as far as there are own slots for them."""
-        room = self._link.pace.num_posted - sum(one.handle is not None for one in self._asked)
+        room = self._link.pace.num_posted - self._num_on_the_wire
         for asked in self._asked:
             if not room:
                 break
@@ -341,15 +344,15 @@ class StagedPull:
             self._slots.give(self._spare.pop())
 
     @property
-    def _is_on_the_wire(self) -> bool:
-        """Whether bytes of this pull are under way between the two sides."""
-        return any(one.handle for one in self._asked)
+    def _num_on_the_wire(self) -> int:
+        """Pieces that are under way between the two sides."""
+        return sum(one.handle is not None for one in self._asked)
 
     def _wait(self) -> None:
         """Nothing has changed: wait for what comes next."""
         began = time.perf_counter()
         waited = [one.ticket for one in self._asked if one.answer is None]
-        if self._is_on_the_wire:
+        if self._num_on_the_wire:
             self._wire.nap(self._link.pace.nap_s)
             self._timings.wire_s += time.perf_counter() - began
         elif copying := next((one.copying for one in self._asked if one.copying), None):
