@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 
 import pytest
 
-from tests.rig.rig import ADDRESSES, Rig
+from tests import processes
+from tests.rig.rig import ADDRESSES, CALL_TIMEOUT_S, Rig
 
 PROMPTS = {
     "What is the capital of France?": 8,
@@ -28,13 +30,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def started_rig() -> Iterator[Rig]:
-    rig = Rig()
+    rig = Rig(RIG_WEIGHTS=_weights())
     rig.script("down")
     try:
         rig.script("start")
         yield rig
     finally:
         rig.script("down")
+
+
+def _weights() -> str:
+    """Where the converted weights lie that this process compares with: the rig's containers map the same files.
+
+    "" where its image has another version of transformers, and so converts for itself.
+    """
+    from pdlink_engines.reference.models import prepare_model
+    from pdlink_engines.reference.smollm2 import cache_folder, find_weights
+
+    asked = "from importlib.metadata import version; print(version('transformers'), end='')"
+    command = ["docker", "run", "--rm", "--network=none", "pdlink:rig", "python", "-c", asked]
+    if processes.run(command, timeout_s=CALL_TIMEOUT_S, check=True).stdout != metadata.version("transformers"):
+        return ""
+    prepare_model("smollm2")
+    folder = cache_folder(find_weights())
+    # safetensors writes for its own user alone; the containers have another.
+    (folder / "model.safetensors").chmod(0o644)
+    return str(folder.parent)
 
 
 @pytest.fixture

@@ -27,6 +27,8 @@ PATIENCE_S = 240.0
 START_TIMEOUT_S = 800.0
 """The first start converts the weights, on a machine that may have other work."""
 CALL_TIMEOUT_S = 900.0
+GROUP_TIMEOUT_S = 8.0
+"""How long a prefill rank waits for another in one step: half the default, so that faults show sooner."""
 LOOK_S = 0.3
 ADDRESSES = {
     "bootstrap-0": 10,
@@ -58,6 +60,7 @@ class Rig:
             "RIG_PORT": str(PORT),
             "RIG_PROMETHEUS_PORT": str(PROMETHEUS_PORT),
             "RIG_PATIENCE_S": f"{PATIENCE_S:.0f}",
+            "RIG_GROUP_TIMEOUT_S": f"{GROUP_TIMEOUT_S:g}",
             "RIG_READY_TIMEOUT_S": f"{START_TIMEOUT_S:.0f}",
             **variables,
         }

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rig.rig import Rig
+from tests.rig.rig import GROUP_TIMEOUT_S, Rig
 from tests.rig.traffic import Account, Traffic
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
 ENGINES = ("prefill-0", "prefill-2", "prefill-sidecar", "decode", "decode-sidecar")
 SHORT_PAUSE_S = 2.0
-LONG_PAUSE_S = 18.0
-"""More than ranks wait for each other in one step (15 s), and than a silent peer is waited for (6 s)."""
+LONG_PAUSE_S = GROUP_TIMEOUT_S + 2.0
+"""More than ranks wait for each other in one step, and than a silent peer is waited for (6 s)."""
 
 
 @pytest.fixture
