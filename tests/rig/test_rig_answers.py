@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdlink_engines.reference.serve.ask import events
-from tests.rig.rig import NAME, NET, Rig, wait_until
+from tests.rig.rig import NAME, NET, Rig, get, wait_until
 
 pytestmark = [pytest.mark.rig, pytest.mark.timeout(1800)]
 
@@ -43,6 +43,14 @@ def test_prometheus_counts_what_the_front_counts(rig: Rig, expected: dict[str, l
         "sum(pdlink_front_received_bytes_total)": 'sum(pdlink_transfer_bytes_total{job="decode"})',
         'pdlink_front_tries_total{outcome="ok"} * 4': 'sum(pdlink_requests_total{job="prefill",state="released"})',
     }
+    # The last requests of other tests are in every count before it is taken.
+    wait_until(
+        lambda: (
+            rig.query("pdlink_front_receives_total") == _shown(rig, "pdlink_front_receives_total")
+            and all(rig.query(front) == rig.query(theirs) for front, theirs in pairs.items())
+        ),
+        "Prometheus has what the front shows, and all three sides agree",
+    )
     before = {one: rig.query(one) for pair in pairs.items() for one in pair}
     done = [rig.complete(prompt, len(tokens)) for prompt, tokens in expected.items()]
     moved = sum(sum(one["pdlink"]["pulled_bytes"].values()) for one in done)
@@ -59,6 +67,13 @@ def test_prometheus_counts_what_the_front_counts(rig: Rig, expected: dict[str, l
             f"{front} and {theirs} grow alike; they are {gain(front)} and {gain(theirs)}",
         )
     wait_until(lambda: rig.query('min(up{job!="prometheus"})') == 1, "Prometheus reaches every target")
+
+
+def _shown(rig: Rig, name: str) -> float:
+    """The value of a metric without labels as the front itself shows it."""
+    status, text = get(f"{rig.front}/metrics")
+    assert status == 200, text
+    return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
 
 
 def test_prometheus_has_the_reads_of_every_prefill_rank(rig: Rig, expected: dict[str, list[int]]) -> None:
