@@ -24,14 +24,14 @@ class ReaderKind(StrEnum):
 class LinkCosts:
     """What one layer read costs: milliseconds that it takes whatever is live, and gigabytes a second beyond.
 
-    Read off measurements on two H200 over NVLink, 788 B a token, 8,192 to 131,072 live tokens: 0.08 to 0.34 ms by
-    broadcast, 0.04 to 0.26 ms by gathers.
+    Read off measurements on two H200 over NVLink, 788 B a token, 8,192 to 262,144 live tokens (`cli/bench_pool.md`): 0.08
+    to 0.85 ms by broadcast, 0.03 to 0.58 ms by gathers.
     """
 
     broadcast_ms: float = 0.06
-    broadcast_gb_s: float = 370.0
-    peer_ms: float = 0.025
-    peer_gb_s: float = 390.0
+    broadcast_gb_s: float = 260.0
+    peer_ms: float = 0.011
+    peer_gb_s: float = 365.0
 
 
 MEASURED = LinkCosts()
