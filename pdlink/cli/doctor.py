@@ -59,9 +59,11 @@ def doctor(
 def _findings(config: str | None, assigned: list[str] | None, fast: bool, quiet: bool) -> Iterator[Finding]:
     from pdlink.cli import doctor_machine as machine
     from pdlink.cli import doctor_parts as parts
+    from pdlink.cli.doctor_settings import named
 
     settings, finding = parts.settings(config, assigned)
     yield finding
+    yield from named(settings)
     yield machine.interpreter()
     yield from machine.packages()
     yield from machine.limits(settings)

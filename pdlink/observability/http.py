@@ -162,6 +162,13 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         log.debug("a caller left or said nothing", exc_info=True)
 
 
+def try_bind(text: str) -> Address:
+    """The address at which a server of `http_bind` would serve now. Raises `ConfigError` as that server does."""
+    server = _bind(text)
+    server.server_close()
+    return Address(server.server_name, server.server_port)
+
+
 def _bind(text: str) -> _Server:
     addresses = _addresses(text)
     for address in addresses:

@@ -49,6 +49,20 @@ def check_place(path: Path) -> None:
         )
 
 
+def check_path(path: Path) -> None:
+    """Raise `InvalidInput` unless a sidecar may serve at `path`.
+
+    It raises as `check_place` does, for a path that is too long, and for one where a file stands that is no socket:
+    that is nobody's to remove.
+    """
+    check_place(path)
+    if os.path.lexists(path) and not _is_socket(path):
+        raise InvalidInput(f"there is a file at {path} that is no socket; give another path")
+    nbytes, most = len(os.fsencode(path)), MAX_PATH_BYTES - SUFFIX_BYTES
+    if nbytes > most:
+        raise InvalidInput(f"the socket path {path} has {nbytes} bytes; the most is {most}: give a shorter one")
+
+
 def check_socket(path: Path) -> None:
     """Raise `InvalidInput` unless a sidecar of this user may be behind `path`."""
     check_place(path)
@@ -78,17 +92,11 @@ def private_files() -> Iterator[None]:
 class Place:
     """The right to serve at `path`, held until `close`. Removes what a sidecar that was killed has left there.
 
-    Raises `InvalidInput` as `check_place` does, for a path that is too long or has a file that is no socket, which is
-    left alone, and where another sidecar serves already.
+    Raises `InvalidInput` as `check_path` does, and where another sidecar serves already.
     """
 
     def __init__(self, path: Path) -> None:
-        check_place(path)
-        if os.path.lexists(path) and not _is_socket(path):
-            raise InvalidInput(f"there is a file at {path} that is no socket; give another path")
-        nbytes, most = len(os.fsencode(path)), MAX_PATH_BYTES - SUFFIX_BYTES
-        if nbytes > most:
-            raise InvalidInput(f"the socket path {path} has {nbytes} bytes; the most is {most}: give a shorter one")
+        check_path(path)
         self.path = path
         self._lock_path = path.with_name(path.name + ".lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

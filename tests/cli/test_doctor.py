@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pdlink.cli import doctor_machine as machine
 from pdlink.cli import doctor_parts as parts
 from pdlink.cli import main as command
 from pdlink.cli.doctor_finding import ERROR, OK, WARNING, Finding
+from pdlink.cli.doctor_settings import named
 from pdlink.config import Settings, load_settings
 
 UNLIMITED = resource.RLIM_INFINITY
@@ -86,6 +88,46 @@ def test_an_open_address_without_credentials_is_a_warning(settings: dict[str, st
     assert found["reach"].state == state
     assert found["control sockets"].state == (ERROR if settings else OK)
     assert "0123456789abcdef" not in str(found)
+
+
+def found(**settings: str) -> dict[str, Finding]:
+    return {one.name: one for one in named(load_settings({}, **settings))}
+
+
+def test_settings_that_name_nothing_have_no_lines() -> None:
+    assert found() == {}
+
+
+def test_files_of_secrets_are_read_and_who_else_may_read_them_is_told(tmp_path: Path) -> None:
+    token, nowhere = tmp_path / "token", tmp_path / "nowhere.pem"
+    token.write_text("a-token-of-enough-length")
+    token.chmod(0o600)
+    assert found(token_file=str(token))["credentials"].text == "no TLS, a token"
+    token.chmod(0o644)
+    told = found(token_file=str(token))["credentials"]
+    assert (told.state, told.fix) == (WARNING, f"chmod 600 {token}")
+    told = found(tls_ca=str(nowhere))["credentials"]
+    assert told.state == ERROR
+    assert f"PDLINK_TLS_CA='{nowhere}' cannot be read" in told.text
+
+
+def test_the_place_of_a_sidecar_and_the_address_of_probes_are_tried(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    assert found(sidecar_socket=str(path))["sidecar socket"].state == OK
+    path.touch()
+    told = found(sidecar_socket=str(path))["sidecar socket"]
+    assert told.state == ERROR
+    assert "is no socket" in told.text
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        told = found(http_bind=taken)["probes"]
+        assert (told.state, told.text) == (
+            WARNING,
+            f"PDLINK_HTTP_BIND={taken} is taken: something serves there already",
+        )
+    assert found(http_bind=taken)["probes"] == Finding("probes", OK, f"{taken} can be bound")
 
 
 @pytest.mark.parametrize(
