@@ -11,10 +11,10 @@ from tests import processes
 from tests.rig.rig import ADDRESSES, CALL_TIMEOUT_S, Rig
 
 PROMPTS = {
-    "What is the capital of France?": 8,
-    "Name three colours of the rainbow, and say for each of them what in nature has that colour.": 6,
-    "Write one sentence about the sea.": 8,
-    "Count from one to ten in words.": 6,
+    "What is the capital of France?": 5,
+    "Name three colours of the rainbow, and say for each of them what in nature has that colour.": 4,
+    "Write one sentence about the sea.": 5,
+    "Count from one to ten in words.": 4,
 }
 """Each with how many tokens are asked for."""
 

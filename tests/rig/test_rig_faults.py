@@ -39,7 +39,7 @@ def test_no_request_fails_when_a_container_is_killed_and_comes_back(rig: Rig, tr
     rig.kill(service)
     rig.start(service)
     rig.wait_ready()
-    traffic.wait_right(4)
+    traffic.wait_right(2)
     judge(traffic.stop())
 
 
@@ -58,7 +58,7 @@ def test_no_request_fails_when_a_container_stands_still_for_long(rig: Rig, traff
     time.sleep(LONG_PAUSE_S)
     rig.unpause(service)
     rig.wait_ready()
-    traffic.wait_right(4)
+    traffic.wait_right(2)
     judge(traffic.stop())
 
 
@@ -71,7 +71,7 @@ def test_no_request_fails_when_a_container_is_cut_off_and_found_again(rig: Rig, 
         # UCX reads routes once in a process (ucs/sys/netlink.c), and has none for an interface that has come since.
         rig.restart(service)
     rig.wait_ready()
-    traffic.wait_right(4)
+    traffic.wait_right(2)
     judge(traffic.stop())
 
 
