@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from pdlink.address import Address, advertised
 from pdlink.backends import shm
@@ -47,6 +49,7 @@ START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 25.0
 STOP_GRACE_S = 1.0
 NUM_THREADS = 4
+SERVICE = pb.DESCRIPTOR.services_by_name["Sidecar"].full_name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +62,8 @@ class _Engine:
 
 
 class SidecarServer(rpc.SidecarServicer):
-    """A sidecar that serves engines at one socket. `close` twice is fine; it ends every engine's process in order."""
+    """A sidecar that serves engines at one socket, with gRPC's own health and reflection beside. `close` twice is fine;
+    it ends every engine's process in order."""
 
     def __init__(self, path: Path, settings: Settings, events: Events | None = None) -> None:
         """Call `start` instead."""
@@ -77,6 +81,10 @@ class SidecarServer(rpc.SidecarServicer):
         self._place = Place(self.path)
         self._server = grpc.server(handler_threads("pdlink-sidecar", NUM_THREADS), options=OPTIONS)
         rpc.add_SidecarServicer_to_server(self, self._server)
+        # A watch of the health takes none of the threads that engines need.
+        self._healthy = health.HealthServicer(experimental_non_blocking=True)
+        health_pb2_grpc.add_HealthServicer_to_server(self._healthy, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         try:
             with private_files():
                 self._server.add_insecure_port(f"unix:{self.path}")
@@ -98,6 +106,8 @@ class SidecarServer(rpc.SidecarServicer):
             server.close()
             raise
         server._server.start()
+        for name in ("", SERVICE):
+            server._healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
         return server
 
     @property
@@ -118,6 +128,7 @@ class SidecarServer(rpc.SidecarServicer):
                 return
             self._closed = True
             engines = dict(self._engines)
+        self._healthy.enter_graceful_shutdown()
         self._server.stop(STOP_GRACE_S).wait(STOP_GRACE_S)
         for one in engines:
             one.child.close_input()

@@ -7,7 +7,10 @@ import socket
 import stat
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from pdlink.config import load_settings
 from pdlink.errors import AccessDenied, AddressError, DeadlineExceeded, InvalidInput, PeerGone
@@ -15,6 +18,7 @@ from pdlink.sidecar import SidecarGone, connect, lifeline, stream
 from pdlink.sidecar.server import SidecarServer
 from pdlink.sidecar.sockets import MAX_PATH_BYTES, Place, check_place, check_socket
 from pdlink.v1 import sidecar_pb2 as pb
+from pdlink.v1 import sidecar_pb2_grpc as rpc
 
 
 def bound(path: Path) -> socket.socket:
@@ -84,6 +88,22 @@ def test_a_sidecar_that_binds_every_interface_needs_a_host_to_tell_peers(tmp_pat
         SidecarServer.start(tmp_path / "a.sock", load_settings({}, bind_host=wildcard))
     assert list(tmp_path.iterdir()) == []
     SidecarServer.start(tmp_path / "a.sock", load_settings({}, bind_host=wildcard, advertise_host="127.0.0.1")).close()
+
+
+def test_grpc_health_and_reflection_answer_at_the_socket_of_a_sidecar(tmp_path: Path) -> None:
+    path = tmp_path / "a.sock"
+    with SidecarServer.start(path, load_settings({})), grpc.insecure_channel(f"unix:{path}") as channel:
+        for name in ("", "pdlink.v1.Sidecar"):
+            asked = health_pb2.HealthCheckRequest(service=name)
+            said = health_pb2_grpc.HealthStub(channel).Check(asked, timeout=30)
+            assert said.status == health_pb2.HealthCheckResponse.SERVING
+        assert "pdlink.v1.Sidecar" in ProtoReflectionDescriptorDatabase(channel).get_services()
+        watches = [health_pb2_grpc.HealthStub(channel).Watch(asked) for _ in range(8)]
+        assert {next(one).status for one in watches} == {health_pb2.HealthCheckResponse.SERVING}
+        # More watches than there are threads keep no engine out, not even one that is refused.
+        assert rpc.SidecarStub(channel).Open(pb.OpenRequest(), timeout=30).HasField("error")
+        for one in watches:
+            one.cancel()
 
 
 def test_where_nobody_listens_the_engine_is_told_what_to_start(tmp_path: Path) -> None:
