@@ -42,7 +42,7 @@ def test_any_pair_moves_every_byte_and_no_other_through_staging(case: Case) -> N
     run(case, Here)
 
 
-@pytest.mark.parametrize("num_pairs", [20, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pairs", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_byte_that_is_damaged_after_it_was_published_is_never_delivered_as_a_success(num_pairs: int) -> None:
     found: list[bool] = []
 
@@ -57,7 +57,7 @@ def test_a_byte_that_is_damaged_after_it_was_published_is_never_delivered_as_a_s
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=900)
+@settings(max_examples=350)
 @given(cases())
 def test_the_same_holds_for_many_pairs_over_ipc(case: Case) -> None:
     run(case, IpcBackend)
@@ -65,7 +65,7 @@ def test_the_same_holds_for_many_pairs_over_ipc(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=700)
+@settings(max_examples=250)
 @given(cases())
 def test_the_same_holds_for_many_pairs_directly(case: Case) -> None:
     run(case, Here)
@@ -73,7 +73,7 @@ def test_the_same_holds_for_many_pairs_directly(case: Case) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@settings(max_examples=450)
+@settings(max_examples=200)
 @given(cases(ways=["staged", "auto"]))
 def test_the_same_holds_for_many_pairs_through_staging(case: Case) -> None:
     run(case, Here)
