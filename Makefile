@@ -71,7 +71,7 @@ soak: $(STAMP) system-libraries
 	@$(BIN)/python -I tests/faults/table.py $(SOAK_OUT)
 
 test-sglang: $(SGLANG_VENV)/.pdlink system-libraries
-	@$(SGLANG_BIN)/python -m pytest -c tests/sglang/pytest.ini --rootdir . --confcutdir tests tests/sglang $(ARGS)
+	@$(SGLANG_BIN)/python -m pytest -n 2 --dist loadfile -c tests/sglang/pytest.ini --rootdir . --confcutdir tests tests/sglang $(ARGS)
 
 # The mooncake library loads libibverbs whatever it moves bytes over. Root on Debian or Ubuntu gets it here; elsewhere the
 # tests that need it are skipped, and say so.

@@ -19,7 +19,7 @@ STATE = "no wait: it raises while there is no result"
 ENDS_ANYWAY = {
     ("pdlink.threads", "self._thread.join(timeout_s)"): "callers give a timeout",
     ("pdlink.decode.puller", "self._jobs.get()"): IDLE,
-    ("pdlink.prefill.packer", "self._queue.get(block=not self._under_way)"): IDLE,
+    ("pdlink.prefill.packer", "self._queue.get()"): IDLE,
     ("pdlink.prefill.ready_watch", "self._changed.wait_for(lambda: self._closed or self._waiters)"): IDLE,
     ("pdlink.prefill.packer", "copying.wait()"): DEVICE,
     ("pdlink.decode.staged_pull", "copying.wait()"): DEVICE,
