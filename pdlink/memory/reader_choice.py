@@ -24,8 +24,8 @@ class ReaderKind(StrEnum):
 class LinkCosts:
     """What one layer read costs: milliseconds that it takes whatever is live, and gigabytes a second beyond.
 
-    Read off measurements on two H200 over NVLink, 788 B a token, 8,192 to 262,144 live tokens (`cli/bench_pool.md`): 0.08
-    to 0.85 ms by broadcast, 0.03 to 0.58 ms by gathers.
+    Read off measurements on two H200 over NVLink, 788 B a token, 8,192 to 262,144 live tokens (`cli/bench_pool.md`):
+    0.08 to 0.85 ms by broadcast, 0.03 to 0.58 ms by gathers.
     """
 
     broadcast_ms: float = 0.06
