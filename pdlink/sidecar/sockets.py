@@ -126,9 +126,8 @@ class Place:
         remove(self.path)
         for end in ENDS:
             for one in self.path.parent.glob(f"{glob.escape(self.path.name)}.*.{end}"):
-                if _is_socket(one) and not _is_served(
-                    one
-                ):  # an engine's process may take a moment to follow its sidecar
+                # One that is served: an engine's process may take a moment to follow its sidecar.
+                if _is_socket(one) and not _is_served(one):
                     remove(one)
 
 
