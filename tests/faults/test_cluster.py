@@ -1,7 +1,7 @@
 """Clusters of real processes, damaged a few times while requests run: nothing is wrong, lost, hung or left.
 
-The short form of `test_matrix_ipc`, `test_matrix_nixl` and `test_matrix_mooncake`, in a hurry over ipc alone. See the README
-here.
+The short form of `test_matrix_ipc`, `test_matrix_nixl` and `test_matrix_mooncake`; in a hurry over ipc alone. See the
+README here.
 """
 
 from __future__ import annotations
