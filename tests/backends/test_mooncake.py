@@ -174,6 +174,14 @@ def test_memory_that_is_registered_while_peers_are_connected_is_known_at_once(op
 # --- the window -----------------------------------------------------------------------------------
 
 
+def test_reads_are_on_the_wire_before_anybody_looks(rig):
+    owner, pool, backend = rig.ready(num_layers=1, num_pages=8)
+    handle = backend.submit(whole(owner, pool))
+    assert handle.posted
+    assert handle.timings.post_s > 0
+    assert wait(backend, handle) is PullStatus.DONE
+
+
 def test_long_ranges_are_cut_and_what_is_in_flight_stays_in_bounds(rig, monkeypatch):
     narrow = replace(mooncake_link.NETWORK, read_bytes=1000, batches=4, nbytes=3500)
     monkeypatch.setattr(mooncake_link, "NETWORK", narrow)

@@ -72,8 +72,11 @@ class Side:
     st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=NUM_PAGES, unique=True),
     st.randoms(use_true_random=False),
     st.integers(40, 200),
+    st.booleans(),
 )
-def test_what_is_packed_and_unpacked_is_the_pages_and_nothing_else(sizes, gap, other_gap, pages, chance, limit) -> None:
+def test_what_is_packed_and_unpacked_is_the_pages_and_nothing_else(
+    sizes, gap, other_gap, pages, chance, limit, merge
+) -> None:
     source, target = Side(sizes, gap), Side(sizes, other_gap)
     source.bytes[:] = np.frombuffer(chance.randbytes(len(source.bytes)), dtype=np.uint8)
     here = chance.sample(range(NUM_PAGES), len(pages))
@@ -83,12 +86,12 @@ def test_what_is_packed_and_unpacked_is_the_pages_and_nothing_else(sizes, gap, o
         slot[:] = 0xDD
         asked = np.array(pages, dtype=np.int64)[piece.pages]
         wanted = np.array(here, dtype=np.int64)[piece.pages]
-        assert copy(pack(pack_runs(asked), source.table.take(piece.rows), address), lambda: False)
+        assert copy(pack(pack_runs(asked, merge), source.table.take(piece.rows), address), lambda: False)
         # The slot holds the pages row after row, without a gap and with nothing around them.
         packed = [source.page(row, page) for row in range(piece.first_row, piece.stop_row) for page in asked.tolist()]
         assert slot[8 : 8 + piece.nbytes].tobytes() == b"".join(one.tobytes() for one in packed)
         assert {*slot[:8].tolist(), *slot[8 + piece.nbytes :].tolist()} == {0xDD}
-        assert copy(unpack(unpack_runs(wanted), (target.table.take(piece.rows),), address), lambda: False)
+        assert copy(unpack(unpack_runs(wanted, merge=merge), (target.table.take(piece.rows),), address), lambda: False)
     expected = Side(sizes, other_gap)
     for row in range(len(sizes)):
         for theirs, ours in zip(pages, here, strict=True):
@@ -107,7 +110,9 @@ def test_a_copy_that_is_stopped_says_so_and_leaves_the_rest() -> None:
 
 def test_neighbouring_pages_are_packed_in_one_run() -> None:
     table = PageTable(*(np.array([one], dtype=np.int64) for one in (BASE, 64, 64)))
-    assert pack(pack_runs(np.array([3, 4, 5, 9], dtype=np.int64)), table, 1 << 20).num_descriptors == 2
+    pages = np.array([3, 4, 5, 9], dtype=np.int64)
+    assert pack(pack_runs(pages), table, 1 << 20).num_descriptors == 2
+    assert pack(pack_runs(pages, merge=False), table, 1 << 20).num_descriptors == 4
 
 
 def test_the_same_slot_gives_the_same_table_and_another_way_or_slot_another() -> None:
