@@ -19,6 +19,7 @@ PATIENCE_S = 120.0
 """How long a test waits for what must come: no figure of pdlink's, and far above what a slow and busy machine takes."""
 FAMILIES = "PYTEST_FAMILIES_OF_PDLINK"
 LOOK_S = 0.02
+SWEEP_S = 10.0
 
 
 @contextlib.contextmanager
@@ -55,10 +56,15 @@ def started(
 
 
 def sweep() -> None:
-    """Remove the shared memory that killed processes could not."""
+    """Remove the shared memory that killed processes could not; whoever still looks into one of them holds it up."""
     from pdlink.backends import shm
 
-    shm.sweep_stale()
+    def is_clean() -> bool:
+        shm.sweep_stale()
+        owners = {int(path.name.split("-")[1]) for path in Path(shm.SHM_DIR).glob(f"{shm.PREFIX}[0-9]*-*")}
+        return not any(is_over(pid) for pid in owners)
+
+    wait_until(is_clean, SWEEP_S)
 
 
 def run(
@@ -90,14 +96,28 @@ def wait_until(holds: Callable[[], object], timeout_s: float = PATIENCE_S) -> bo
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:
-    """Kill what `find` finds until it finds nothing more: a process may start another one while others are killed."""
+    """Kill what `find` finds until it finds nothing more: a process may start another one while others are killed. On
+    return nothing of them is left but zombies."""
     give_up = time.monotonic() + PATIENCE_S
+    killed: set[int] = set()
     while found := find():
+        killed.update(found)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         assert time.monotonic() < give_up, f"processes {found} cannot be killed"
         time.sleep(LOOK_S)
+    assert wait_until(lambda: all(map(is_over, killed))), f"processes {killed} do not end"
+
+
+def is_over(pid: int) -> bool:
+    """Whether the process has ended, waited for or not, and holds no file any more. Of one that is killed, memory (and
+    its environment with it) goes before files and their locks, and one thread before the other."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state in "ZX" and len(os.listdir(f"/proc/{pid}/task")) <= 1
+    except OSError:
+        return True
 
 
 def family(mark: str) -> list[int]:

@@ -32,6 +32,7 @@ from pdlink.errors import (
 )
 from pdlink.events import Events
 from pdlink.sidecar.engine_process import OPTIONS
+from pdlink.sidecar.healthy import Healthy
 from pdlink.sidecar.sockets import Place, private_files, remove
 from pdlink.sidecar.watch import SidecarWatch
 from pdlink.sidecar.wire import PROTOCOL
@@ -81,8 +82,7 @@ class SidecarServer(rpc.SidecarServicer):
         self._place = Place(self.path)
         self._server = grpc.server(handler_threads("pdlink-sidecar", NUM_THREADS), options=OPTIONS)
         rpc.add_SidecarServicer_to_server(self, self._server)
-        # A watch of the health takes none of the threads that engines need.
-        self._healthy = health.HealthServicer(experimental_non_blocking=True)
+        self._healthy = Healthy()
         health_pb2_grpc.add_HealthServicer_to_server(self._healthy, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
         try:

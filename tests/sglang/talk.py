@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pdlink.backends.shm import sweep_stale
+from tests import processes
 from tests.sglang.nursery import Nursery
 
 END_TIMEOUT_S = 20.0
@@ -64,7 +64,7 @@ class Child:
     def kill(self) -> None:
         """End it as a crash would. What it leaves in shared memory is removed, as the next process of pdlink would."""
         self._process.kill()
-        sweep_stale()
+        processes.sweep()
 
     def close(self) -> None:
         """End the child: its input closes, and it leaves in order; by force when that takes long. Twice is fine."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdlink.backends.shm import sweep_stale
+from tests import processes
 from tests.sglang.collector import Collector, collecting
 from tests.sglang.rig import free_port
 from tests.sglang.servers import HOST, MODEL, Server, readme_commands, with_values
@@ -53,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     environ = {"prefill": {"PDLINK_BACKENDS": "ipc,nixl"}, "decode": {"PDLINK_BACKENDS": "nixl"}}
     servers: dict[str, Server] = {}
     with contextlib.ExitStack() as end:
-        end.callback(sweep_stale)  # killed schedulers leave their staging memory to the next process that looks
+        end.callback(processes.sweep)  # killed schedulers leave their staging memory to the next process that looks
         collector = end.enter_context(collecting())
         for role, words in readme_commands().items():
             port = free_port()

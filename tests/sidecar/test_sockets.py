@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from pdlink.config import load_settings
 from pdlink.errors import AccessDenied, AddressError, DeadlineExceeded, InvalidInput, PeerGone
 from pdlink.sidecar import SidecarGone, connect, lifeline, stream
+from pdlink.sidecar.healthy import MAX_WATCHES
 from pdlink.sidecar.server import SidecarServer
 from pdlink.sidecar.sockets import MAX_PATH_BYTES, Place, check_place, check_socket
 from pdlink.v1 import sidecar_pb2 as pb
@@ -104,6 +105,23 @@ def test_grpc_health_and_reflection_answer_at_the_socket_of_a_sidecar(tmp_path: 
         assert rpc.SidecarStub(channel).Open(pb.OpenRequest(), timeout=30).HasField("error")
         for one in watches:
             one.cancel()
+
+
+def test_watches_that_come_and_go_hold_up_nothing(tmp_path: Path) -> None:
+    """A watcher that leaves while others are told something, again and again; more than there are threads for them."""
+    path = tmp_path / "a.sock"
+    with SidecarServer.start(path, load_settings({})) as server, grpc.insecure_channel(f"unix:{path}") as channel:
+        stub, asked = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        for _ in range(60):
+            watches = [stub.Watch(asked) for _ in range(2 * MAX_WATCHES)]
+            next(watches[0])
+            for one in watches:
+                one.cancel()
+            assert stub.Check(asked, timeout=30).status == health_pb2.HealthCheckResponse.SERVING
+        last = stub.Watch(asked, timeout=60)
+        assert next(last).status == health_pb2.HealthCheckResponse.SERVING
+        server.close()
+        assert next(last).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def test_where_nobody_listens_the_engine_is_told_what_to_start(tmp_path: Path) -> None:
