@@ -275,7 +275,9 @@ def test_a_backend_that_does_not_work_here_is_an_error_when_it_was_asked_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.thorough), (signal.SIGKILL, -9)]
+)
 def test_a_signal_in_the_middle_leaves_no_process(number: signal.Signals, code: int, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options = [*SMALL, "--backend", "ipc", "--rows", str(rows), "--layers", "3", "--rounds", "7"]

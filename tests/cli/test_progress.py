@@ -65,7 +65,13 @@ def test_a_pipe_gets_none() -> None:
 
 @pytest.mark.slow
 @pytest.mark.backend("ipc")
-@pytest.mark.parametrize("arguments", SLOWER.values(), ids=SLOWER)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(words, id=name, marks=[] if name in ("control", "loop") else pytest.mark.thorough)
+        for name, words in SLOWER.items()
+    ],
+)
 def test_every_bench_shows_how_far_it_is(arguments: list[str]) -> None:
     printed, shown = on_terminal(*arguments, "--json")
     assert json.loads(printed)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("demo")]
         "flip",
         pytest.param("skip-owner", marks=pytest.mark.slow),
         pytest.param("stale-scratch", marks=pytest.mark.slow),
-        pytest.param("swap-layers", marks=pytest.mark.slow),
+        pytest.param("swap-layers", marks=[pytest.mark.slow, pytest.mark.thorough]),
     ],
 )
 def test_damage_exits_1_and_names_component_layer_and_page(damage: str, tmp_path: Path) -> None:

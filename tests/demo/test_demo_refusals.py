@@ -161,7 +161,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     [
         signal.SIGINT,
         pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=[pytest.mark.slow, pytest.mark.thorough]),
         pytest.param(signal.SIGKILL, marks=pytest.mark.slow),
     ],
     ids=lambda one: one.name,

@@ -37,10 +37,19 @@ SIZES = {
     "glm-dsa-tiny": [(1, 1, 2), (1, 3, 1), (1, 4, 1), (2, 2, 2), (2, 3, 1), (2, 4, 2)],
     "smollm2": [(1, 2, 2), (1, 4, 1), (2, 2, 2)],
 }
-# In a hurry one run stands for the others.
+# In a hurry one run stands for the others, and in CI a few.
 QUICK = (Topology("glm-dsa-tiny", 2, 2, 2),)
+IN_CI = (Topology("glm-dsa-tiny", 1, 3, 1), Topology("glm-dsa-tiny", 2, 4, 2), Topology("smollm2", 2, 2, 2))
 TOPOLOGIES = [Topology(model, *sizes) for model, every in SIZES.items() for sizes in every]
-RUNS = [pytest.param(one, id=str(one), marks=[] if one in QUICK else pytest.mark.slow) for one in TOPOLOGIES]
+
+
+def marks_of(one: Topology) -> list[pytest.MarkDecorator]:
+    if one in QUICK:
+        return []
+    return [pytest.mark.slow] if one in IN_CI else [pytest.mark.slow, pytest.mark.thorough]
+
+
+RUNS = [pytest.param(one, id=str(one), marks=marks_of(one)) for one in TOPOLOGIES]
 Run = tuple[Topology, Ended, Path]
 
 

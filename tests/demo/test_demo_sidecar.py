@@ -15,14 +15,20 @@ GLM, SMOLLM = "glm-dsa-tiny", "smollm2"
 SPLIT = ("--pp", "2", "--cp", "2", "--decode-tp", "2")
 SMALL = ("--cp", "2")
 NEEDS_NIXL = pytest.mark.skipif(bool(nixl_missing()), reason=nixl_missing())
-BACKENDS = [pytest.param("ipc"), pytest.param("nixl", marks=NEEDS_NIXL), pytest.param("mooncake", marks=needs_mooncake)]
+BACKENDS = {"ipc": (), "nixl": (NEEDS_NIXL,), "mooncake": (needs_mooncake,)}
+# Each model and each transport; the others are thorough.
+IN_CI = {(GLM, "nixl"), (SMOLLM, "ipc"), (SMOLLM, "mooncake")}
+RUNS = [
+    pytest.param(model, sizes, one, marks=[*needs, *([] if (model, one) in IN_CI else [pytest.mark.thorough])])
+    for model, sizes in ((GLM, SPLIT), (SMOLLM, SMALL))
+    for one, needs in BACKENDS.items()
+]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.xdist_group("demo")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model", "sizes"), [(GLM, SPLIT), (SMOLLM, SMALL)])
+@pytest.mark.parametrize(("model", "sizes", "backend"), RUNS)
 def test_bytes_and_tokens_are_equal_when_the_link_is_in_sidecars(
     model: str, sizes: tuple[str, ...], backend: str
 ) -> None:

@@ -88,7 +88,7 @@ def test_damaged_frames_never_make_wrong_bytes_a_success_nor_a_request_hang(tmp_
 def test_many_damaged_frames_never_make_wrong_bytes_a_success_nor_a_request_hang(
     transport: str, tmp_path: Path
 ) -> None:
-    fuzz(transport, tmp_path, 15)
+    fuzz(transport, tmp_path, 10)
 
 
 @pytest.mark.timeout(240)

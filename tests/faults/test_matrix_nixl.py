@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import HALVES, damage, half
+from tests.faults.matrix import damage, half
 
 pytestmark = [
     pytest.mark.faults,
@@ -19,6 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("which", HALVES)
+@pytest.mark.parametrize("which", ["processes", pytest.param("links", marks=pytest.mark.thorough)])
 def test_every_fault_leaves_nothing_wrong_lost_hung_or_left(which: str, tmp_path: Path) -> None:
     damage("nixl-tcp", "staged", half("nixl-tcp", which), tmp_path)

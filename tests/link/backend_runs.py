@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,19 @@ def over(*, quick: tuple[str, ...]):
         for way in ("direct", "staged")
     ]
     return pytest.mark.parametrize(("transport", "way"), params)
+
+
+def over_each(values: Sequence[str], num_each: int = 1):
+    """Parametrises over transports, ways and `values`. All of them are slow; `num_each` of the values, other ones from
+    pair to pair, are enough for CI, and the rest is thorough."""
+    params = []
+    for number, (name, way) in enumerate((name, way) for name in TRANSPORTS for way in ("direct", "staged")):
+        chosen = {(number + step * len(values) // num_each) % len(values) for step in range(num_each)}
+        for place, value in enumerate(values):
+            marks = [pytest.mark.backend(name), pytest.mark.slow]
+            marks += [] if place in chosen else [pytest.mark.thorough]
+            params.append(pytest.param(name, way, value, id=f"{name}-{way}-{value}", marks=marks))
+    return params
 
 
 def run_case(case: str, transport: str, way: str, limit_s: float = LIMIT_S, **options: object) -> None:

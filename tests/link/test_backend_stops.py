@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.link.backend_runs import LIMIT_S, TEST_LIMIT_S, over, run_case
+from tests.link.backend_runs import LIMIT_S, TEST_LIMIT_S, over_each, run_case
 
 LONG_WATCH_S = 60
 NETWORKED = ("nixl-tcp", "mooncake-tcp")
@@ -15,8 +15,7 @@ THEN = ("resumes", "is killed", "never resumes")
 pytestmark = pytest.mark.timeout(TEST_LIMIT_S)
 
 
-@pytest.mark.parametrize("then", THEN)
-@over(quick=())
+@pytest.mark.parametrize(("transport", "way", "then"), over_each(THEN))
 def test_a_rank_that_stops_costs_the_deadline_and_its_pages_are_handed_out_once_quiet(
     transport: str, way: str, then: str
 ) -> None:

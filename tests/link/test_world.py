@@ -33,8 +33,9 @@ def test_whatever_happens_no_wrong_byte_is_a_success_and_everything_ends(seed: i
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_same_holds_in_longer_lives() -> None:
-    for seed in range(300):
+@pytest.mark.parametrize("num_lives", [100, pytest.param(1000, marks=pytest.mark.thorough)])
+def test_the_same_holds_in_longer_lives(num_lives: int) -> None:
+    for seed in range(num_lives):
         walk(random.Random(seed), 700)
 
 

@@ -238,5 +238,8 @@ TestSenderMachine.settings = hypothesis_settings(max_examples=60, stateful_step_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_the_same_holds_in_many_more_orders() -> None:
-    run_state_machine_as_test(SenderMachine, settings=hypothesis_settings(max_examples=500, stateful_step_count=40))
+@pytest.mark.parametrize("num_orders", [150, pytest.param(1500, marks=pytest.mark.thorough)])
+def test_the_same_holds_in_many_more_orders(num_orders: int) -> None:
+    run_state_machine_as_test(
+        SenderMachine, settings=hypothesis_settings(max_examples=num_orders, stateful_step_count=40)
+    )

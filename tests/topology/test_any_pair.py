@@ -9,7 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
+from hypothesis.strategies import SearchStrategy
 
+from pdlink.backends.base import Backend
 from pdlink.backends.ipc import IpcBackend
 from tests.topology.quiet import Here
 from tests.topology.site import run, run_damaged
@@ -42,7 +44,7 @@ def test_any_pair_moves_every_byte_and_no_other_through_staging(case: Case) -> N
     run(case, Here)
 
 
-@pytest.mark.parametrize("num_pairs", [20, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_pairs", [20, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.thorough])])
 def test_a_byte_that_is_damaged_after_it_was_published_is_never_delivered_as_a_success(num_pairs: int) -> None:
     found: list[bool] = []
 
@@ -56,24 +58,17 @@ def test_a_byte_that_is_damaged_after_it_was_published_is_never_delivered_as_a_s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-@settings(max_examples=350)
-@given(cases())
-def test_the_same_holds_for_many_pairs_over_ipc(case: Case) -> None:
-    run(case, IpcBackend)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("num_pairs", [120, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("wanted", "over"),
+    [(cases(), IpcBackend), (cases(), Here), (cases(ways=["staged", "auto"]), Here)],
+    ids=["over-ipc", "directly", "through-staging"],
+)
+def test_the_same_holds_for_many_pairs(wanted: SearchStrategy[Case], over: type[Backend], num_pairs: int) -> None:
+    @settings(max_examples=num_pairs)
+    @given(wanted)
+    def run_all(case: Case) -> None:
+        run(case, over)
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@settings(max_examples=250)
-@given(cases())
-def test_the_same_holds_for_many_pairs_directly(case: Case) -> None:
-    run(case, Here)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@settings(max_examples=200)
-@given(cases(ways=["staged", "auto"]))
-def test_the_same_holds_for_many_pairs_through_staging(case: Case) -> None:
-    run(case, Here)
+    run_all()
