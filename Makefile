@@ -23,6 +23,9 @@ SGLANG_STAMP := $(SGLANG_VENV)/.engine
 SGLANG_LISTS := $(wildcard tests/sglang/environment/*)
 SGLANG_INSTALL := $(SGLANG_BIN)/python -m pip --disable-pip-version-check install -qq --no-warn-conflicts
 
+# A run of the tests starts thousands of interpreters, each of which would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all soak test-sglang rig rig-down test-rig system-libraries prometheus lint format proto clean
 
