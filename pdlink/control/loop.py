@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -224,6 +224,18 @@ class ControlLoop:
 
     # --- used by Server and Channel ---------------------------------------------------------------
 
+    def _send_soon(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
+        """From any thread, in the order of calls. On the I/O thread now, unless others wait: a handler does more after
+        it has answered, and its peer need not wait for that."""
+        if self._thread.is_current and not self._calls:
+            self._send_all(socket, messages)
+        else:
+            self.call_soon(partial(self._send_all, socket, messages))
+
+    def _send_all(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
+        for parts in messages:
+            self._send(socket, parts)
+
     def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
         try:
             socket.send_multipart(parts, zmq.NOBLOCK)
@@ -377,8 +389,7 @@ class Server:
         self.address = address
 
     def send(self, route: Route, frame: Frame) -> None:
-        data = encode(frame)
-        self._loop.call_soon(lambda: self._loop._send(self._socket, [route, data]))
+        self._loop._send_soon(self._socket, [[route, encode(frame)]])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))
@@ -394,13 +405,7 @@ class Channel:
 
     def send(self, *frames: Frame) -> None:
         """Send frames in their order. Several at once wake the I/O thread once, which is what a frame mostly costs."""
-        packed = [encode(frame) for frame in frames]
-
-        def send() -> None:
-            for data in packed:
-                self._loop._send(self._socket, [data])
-
-        self._loop.call_soon(send)
+        self._loop._send_soon(self._socket, [[encode(frame)] for frame in frames])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))

@@ -87,6 +87,14 @@ class PullStats:
     backend: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a pull has ended: what its request hears, and the call that tells whoever listens to events."""
+
+    failure: Failure | None
+    tell: Callable[[], None] = lambda: None
+
+
 class Puller:
     """One thread, one prefill rank. It starts and connects with the first job; `stop` twice is fine.
 
@@ -241,11 +249,12 @@ class Puller:
 
     def _run_queued(self, job: PullJob) -> None:
         with self._turn:
-            failure = self._outcome(job)
+            end = self._outcome(job)
+        end.tell()  # before the report, after which the request may be over
         self.ways.inbox.give_back(job.key, job.tickets_ahead(), job.send)
         with self._idle:
             del self._handed[job]
-        self._report(job, failure)
+        self._report(job, end.failure)
         if self._owed:  # after the report, which somebody waits for
             job.send(self._owed)
             self._owed = None
@@ -262,23 +271,29 @@ class Puller:
 
     def _run_inline(self, job: PullJob) -> None:
         """On the control loop: pull now, unless the thread is at work for this peer; then it waits its turn there."""
-        failure: Failure | None = None
+        end = _End(None)
         is_over = True
         try:
             if self._turn.acquire(blocking=False):
                 try:
-                    failure = self._outcome(job)
+                    end = self._outcome(job)
                 finally:
                     self._turn.release()
             else:
-                failure = self._enqueue(job)
-                is_over = failure is not None
+                end = _End(self._enqueue(job))
+                is_over = end.failure is not None
         except BaseException as error:  # the loop's thread ends with it
-            failure = self._cause(error)
+            end = _End(self._cause(error))
             raise
         finally:
+            # Owners are asked for their verdicts first, which this very thread hears: the request is not over yet.
+            is_late = is_over and not end.failure and not job.stop.is_set()
+            if not is_late:
+                end.tell()
             if is_over:
-                self._report(job, failure)
+                self._report(job, end.failure)
+            if is_late:
+                end.tell()
             self._end_inline()
 
     def _end_inline(self) -> None:
@@ -286,12 +301,12 @@ class Puller:
             self._num_inline -= 1
             self._idle.notify_all()
 
-    def _outcome(self, job: PullJob) -> Failure | None:
+    def _outcome(self, job: PullJob) -> _End:
         try:
             return self._pull(job)
         except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
             log.exception("pull from %s failed", self.rank.worker_id)
-            return self._cause(error)
+            return _End(self._cause(error))
 
     def _report(self, job: PullJob, failure: Failure | None) -> None:
         try:
@@ -299,26 +314,22 @@ class Puller:
         except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
             log.exception("the end of a pull from %s could not be reported", self.rank.worker_id)
 
-    def _pull(self, job: PullJob) -> Failure | None:
+    def _pull(self, job: PullJob) -> _End:
         if job.stop.is_set():
-            return Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id)
+            return _End(Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id))
         if not job.pull.batch.moves:
-            return None
+            return _End(None)
         timings, started = PullTimings(), time.perf_counter()
         try:
             failure = self._move(job, timings)
         except BackendError as error:
-            failure = self._cause(error)
-            self._tell(job, timings, time.perf_counter() - started, 0, failure)
-            return failure
+            return self._end(job, timings, time.perf_counter() - started, 0, self._cause(error))
         self.stats.num_pulls += 1
         self.stats.num_bytes += job.pull.batch.nbytes
         took_s = time.perf_counter() - started
         self.stats.busy_s += took_s
         num_bytes = 0 if failure else job.pull.batch.nbytes
-        failure = failure or self._verify(job, timings)
-        self._tell(job, timings, took_s, num_bytes, failure)
-        return failure
+        return self._end(job, timings, took_s, num_bytes, failure or self._verify(job, timings))
 
     def _move(self, job: PullJob, timings: PullTimings) -> Failure | None:
         choice = self._wire.connected()
@@ -338,11 +349,12 @@ class Puller:
         self._owed = pull.owed
         return failure
 
-    def _tell(self, job: PullJob, timings: PullTimings, took_s: float, num_bytes: int, failure: Failure | None) -> None:
-        """The end of a pull, to whoever listens. `num_bytes` have landed; `num_cells` are pages x layers, and
-        `num_descriptors` what they were merged into for the direct way. `took_s` is without `verify_s`."""
+    def _end(self, job: PullJob, timings: PullTimings, took_s: float, num_bytes: int, failure: Failure | None) -> _End:
+        """Of a pull that was begun. `num_bytes` have landed; `num_cells` are pages x layers, and `num_descriptors`
+        what they were merged into for the direct way. `took_s` is without `verify_s`."""
         pull = job.pull
-        self._events.emit(
+        tell = partial(
+            self._events.emit,
             "pull.end",
             transfer_id=job.key[0],
             attempt=job.key[1],
@@ -364,6 +376,7 @@ class Puller:
             tail_s=timings.tail_s,
             verify_s=timings.verify_s,
         )
+        return _End(failure, tell)
 
     def _cause(self, error: BaseException) -> Failure:
         if not isinstance(error, Exception):  # it ends the thread, which is what the request must hear

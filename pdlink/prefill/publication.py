@@ -72,9 +72,6 @@ class Publication:
         )
 
 
-_NO_PAGES: Int64Array = np.zeros(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class _Span:
     start: int
@@ -116,7 +113,9 @@ class PublishedPages:
         if len(distinct) != len(page_ids):
             twice = int(distinct[int(np.argmax(times > 1))])
             raise StateError(f"page {twice} of group {group!r} is given for two positions of one request")
-        held, positions = self._pages.get(group, (_NO_PAGES, _NO_PAGES))
+        if group not in self._pages:
+            return distinct, start + first
+        held, positions = self._pages[group]
         again, there, here = np.intersect1d(held, distinct, assume_unique=True, return_indices=True)
         moved = positions[there] != start + first[here]
         if bool(moved.any()):
