@@ -19,27 +19,22 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
-import numpy as np
-
 from pdlink.backends.base import Backend
 from pdlink.bootstrap.messages import RankInfo
 from pdlink.config import Settings
 from pdlink.control.frames import Credit
 from pdlink.control.loop import PART
-from pdlink.decode.actions import Pull
-from pdlink.decode.failures import RESTART, wrong_page
+from pdlink.decode.failures import RESTART
+from pdlink.decode.pull_check import find_wrong
+from pdlink.decode.pull_job import PullEnd, PullJob
 from pdlink.decode.rank_wire import JobWire, RankWire
-from pdlink.decode.stage_inbox import Send
 from pdlink.decode.staged_pull import StagedPull
 from pdlink.decode.way_picker import WayPicker
 from pdlink.errors import BackendError, LimitReached, PeerGone
 from pdlink.events import Events
-from pdlink.layout.regions import Region
 from pdlink.threads import Death, OnDeath, SupervisedThread
-from pdlink.transfer.ahead import Ahead, ahead_ticket
-from pdlink.transfer.digests import Digester, DigestKind, Digests, first_difference, page_digests
+from pdlink.transfer.digests import Digester, page_digests
 from pdlink.transfer.failure import Failure, FailureReason
-from pdlink.transfer.packing import split_turns
 from pdlink.transfer.timings import PullTimings
 from pdlink.transfer.ways import Way
 
@@ -51,31 +46,6 @@ INLINE_BYTES = 256 << 10
 CallSoon: TypeAlias = Callable[[Callable[[], None]], bool]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PullJob:
-    """A pull to make, of the attempt `key` (transfer id, attempt). `stop` is set when its request is draining.
-
-    `send` takes frames about the request to its owner. `ahead` is what the owner stages of it unasked.
-
-    On the thread that pulls, `failing` is called when it has gone wrong but bytes may still land, and `done` once, when
-    it is quiet.
-    """
-
-    pull: Pull
-    regions: tuple[Region, ...]
-    stop: threading.Event
-    failing: Callable[[Failure], None]
-    done: Callable[[Failure | None], None]
-    key: tuple[str, int]
-    send: Send
-    ahead: Ahead | None = None
-
-    def tickets_ahead(self) -> list[int]:
-        """The tickets of what is staged unasked."""
-        num_pieces = self.ahead.num_pieces if self.ahead else 0
-        return [ahead_ticket(self.pull.sequence, index) for index in range(num_pieces)]
-
-
 @dataclass(slots=True)
 class PullStats:
     """What one puller did. Written by its thread only."""
@@ -85,14 +55,6 @@ class PullStats:
     busy_s: float = 0.0
     rejected: Mapping[str, str] = field(default_factory=dict)
     backend: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How a pull has ended: what its request hears, and the call that tells whoever listens to events."""
-
-    failure: Failure | None
-    tell: Callable[[], None] = lambda: None
 
 
 class Puller:
@@ -271,7 +233,7 @@ class Puller:
 
     def _run_inline(self, job: PullJob) -> None:
         """On the control loop: pull now, unless the thread is at work for this peer; then it waits its turn there."""
-        end = _End(None)
+        end = PullEnd(None)
         is_over = True
         try:
             if self._turn.acquire(blocking=False):
@@ -280,10 +242,10 @@ class Puller:
                 finally:
                     self._turn.release()
             else:
-                end = _End(self._enqueue(job))
+                end = PullEnd(self._enqueue(job))
                 is_over = end.failure is not None
         except BaseException as error:  # the loop's thread ends with it
-            end = _End(self._cause(error))
+            end = PullEnd(self._cause(error))
             raise
         finally:
             # Owners are asked for their verdicts first, which this very thread hears: the request is not over yet.
@@ -301,12 +263,12 @@ class Puller:
             self._num_inline -= 1
             self._idle.notify_all()
 
-    def _outcome(self, job: PullJob) -> _End:
+    def _outcome(self, job: PullJob) -> PullEnd:
         try:
             return self._pull(job)
         except Exception as error:  # a bug of ours or of a backend ends this pull, not the thread
             log.exception("pull from %s failed", self.rank.worker_id)
-            return _End(self._cause(error))
+            return PullEnd(self._cause(error))
 
     def _report(self, job: PullJob, failure: Failure | None) -> None:
         try:
@@ -314,11 +276,11 @@ class Puller:
         except Exception:  # a bug of ours: the request's own deadlines end it, and other requests go on
             log.exception("the end of a pull from %s could not be reported", self.rank.worker_id)
 
-    def _pull(self, job: PullJob) -> _End:
+    def _pull(self, job: PullJob) -> PullEnd:
         if job.stop.is_set():
-            return _End(Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id))
+            return PullEnd(Failure(FailureReason.ABORTED, "stopped before it was posted", self.rank.worker_id))
         if not job.pull.batch.moves:
-            return _End(None)
+            return PullEnd(None)
         timings, started = PullTimings(), time.perf_counter()
         try:
             failure = self._move(job, timings)
@@ -349,34 +311,15 @@ class Puller:
         self._owed = pull.owed
         return failure
 
-    def _end(self, job: PullJob, timings: PullTimings, took_s: float, num_bytes: int, failure: Failure | None) -> _End:
-        """Of a pull that was begun. `num_bytes` have landed; `num_cells` are pages x layers, and `num_descriptors`
-        what they were merged into for the direct way. `took_s` is without `verify_s`."""
-        pull = job.pull
-        tell = partial(
-            self._events.emit,
-            "pull.end",
-            transfer_id=job.key[0],
-            attempt=job.key[1],
-            worker_id=self.rank.worker_id,
-            backend=self.stats.backend,
-            way=self.ways.last.way.value if self.ways.last else "",
-            reason=failure.reason.value if failure else "",
-            num_bytes=num_bytes,
-            num_cells=len(pull.rows) * len(pull.pages),
-            num_descriptors=pull.batch.num_descriptors,
-            num_posted=timings.num_posted,
-            took_s=took_s,
-            prep_s=timings.prep_s,
-            post_s=timings.post_s,
-            pack_s=timings.pack_s,
-            wire_s=timings.wire_s,
-            unpack_s=timings.unpack_s,
-            head_s=timings.head_s,
-            tail_s=timings.tail_s,
-            verify_s=timings.verify_s,
-        )
-        return _End(failure, tell)
+    def _end(
+        self, job: PullJob, timings: PullTimings, took_s: float, num_bytes: int, failure: Failure | None
+    ) -> PullEnd:
+        """Of a pull that was begun, of which `num_bytes` have landed. `took_s` is without `verify_s`."""
+        way = self.ways.last.way.value if self.ways.last else ""
+        told = job.facts(self.rank.worker_id, self.stats.backend, way, timings)
+        reason = failure.reason.value if failure else ""
+        tell = partial(self._events.emit, "pull.end", **told, reason=reason, num_bytes=num_bytes, took_s=took_s)
+        return PullEnd(failure, tell)
 
     def _cause(self, error: BaseException) -> Failure:
         if not isinstance(error, Exception):  # it ends the thread, which is what the request must hear
@@ -390,31 +333,10 @@ class Puller:
         return Failure(reason, str(error), self.rank.worker_id)
 
     def _verify(self, job: PullJob, timings: PullTimings) -> Failure | None:
-        told = job.pull.digests
-        if told is None:
-            return None
         began = time.perf_counter()
         try:
-            found = self._digests(DigestKind(told.kind), job)
+            return find_wrong(job, self.rank.worker_id, self._digest)
         except BackendError as error:
             return self._cause(error)
         finally:
             timings.verify_s = time.perf_counter() - began
-        wrong = first_difference(found, told.values)
-        if wrong is None:
-            return None
-        region, page = job.regions[wrong[0]], int(job.pull.pages[wrong[1]])
-        return wrong_page(self.rank.worker_id, region, page, told.kind, int(found[wrong]), int(told.values[wrong]))
-
-    def _digests(self, kind: DigestKind, job: PullJob) -> Digests:
-        """uint64 [rows, pages]: of what has landed, packed as its owner digests it where pages did not go whole."""
-        pages, landing = job.pull.pages, job.pull.landing
-        if landing is None:
-            return self._digest(kind, job.regions, pages)
-        found = np.zeros((len(job.regions), len(pages)), dtype=np.uint64)
-        bases = np.array([one.base_address for one in job.regions], dtype=np.int64)
-        turns = split_turns(job.pull.first_page, len(pages), len(landing.tables))
-        for table, mine in zip(landing.tables, turns, strict=True):
-            if len(mine):
-                found[:, mine] = self._digest(kind, job.regions, pages[mine], runs=table.runs_in(bases))
-        return found

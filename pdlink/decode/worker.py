@@ -26,7 +26,7 @@ from pdlink.decode.failures import RESTART
 from pdlink.decode.links import Link, LinkTable, PrefillInstance, RankLink
 from pdlink.decode.live import Live
 from pdlink.decode.merge import Merge
-from pdlink.decode.puller import PullJob
+from pdlink.decode.pull_job import PullJob
 from pdlink.decode.receiver import Receiver
 from pdlink.decode.request import ReceiveRequest, build_request
 from pdlink.decode.resolver import Resolver

@@ -19,7 +19,8 @@ from pdlink import threads
 from pdlink.backends.base import Backend, PullHandle, PullStatus
 from pdlink.backends.copiers import HostCopier
 from pdlink.bootstrap.client import BootstrapClient
-from pdlink.decode.puller import Puller, PullJob
+from pdlink.decode.pull_job import PullJob
+from pdlink.decode.puller import Puller
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import PartDead
 from pdlink.events import Event
