@@ -56,8 +56,9 @@ KEEPALIVE = (
     (zmq.TCP_KEEPALIVE_CNT, 3),
 )
 """A connection that is silent for 60 s is asked every 10 s, and ends without three answers."""
-GOODBYE_MS = 200
-"""How long a loop that dies waits for its last frames to leave."""
+GOODBYE_MS = 2000
+"""How long a loop that dies waits at most for its last frames to leave: on a busy machine that takes a while, and a peer
+that does not hear them waits for much longer."""
 
 
 @dataclass(slots=True)
