@@ -57,8 +57,8 @@ KEEPALIVE = (
 )
 """A connection that is silent for 60 s is asked every 10 s, and ends without three answers."""
 GOODBYE_MS = 2000
-"""How long a loop that dies waits at most for its last frames to leave: on a busy machine that takes a while, and a peer
-that does not hear them waits for much longer."""
+"""How long a loop that dies waits at most for its last frames to leave: a busy machine needs a while, and a peer that
+does not hear them waits for much longer."""
 
 
 @dataclass(slots=True)
