@@ -59,6 +59,8 @@ class Scene:
         self.transport = next(name for name, one in TRANSPORTS.items() if one == plan.transport)
         self.marks = Marks(self.transport, (*plan.ranks, *plan.readers))
         self.held: Census = {}
+        self.touched = ""
+        """What was touched outside of any request while things were counted, in words."""
 
     def open(self) -> None:
         """Warm up, and count for the first time. Raises `AssertionError` where the cluster does not work."""
@@ -92,7 +94,8 @@ class Scene:
         lacking = whole.make_whole(load) if ended else "requests have no end"
         after = self.count() if ended else counts.at_rest(cluster)
         self.note(after)
-        touched += load.settle()
+        touched += self.touched + load.settle()
+        self.touched = ""
         requests = [one.row(injected) for one in load.requests.values()]
         if ended:
             load.forget()
@@ -144,6 +147,9 @@ class Scene:
             else:
                 whole.make_whole(self.load)
             num_probes += 1
+            # A probe may have met a rank that was just dying: its pages are kept until they were looked at.
+            self.load.run_nothing(QUIET_S)
+            self.touched += self.load.settle()
 
     def note(self, found: Census) -> None:
         """From now on that is what processes may hold."""
