@@ -20,6 +20,7 @@ PATIENCE_S = 120.0
 FAMILIES = "PYTEST_FAMILIES_OF_PDLINK"
 LOOK_S = 0.02
 SWEEP_S = 10.0
+EXEC_S = 0.1
 
 
 @contextlib.contextmanager
@@ -130,10 +131,22 @@ def in_environment(matches: Callable[[dict[str, str]], bool]) -> list[int]:
     found = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
-            data = Path(f"/proc/{pid}/environ").read_bytes()
+            data = _environment(pid)
         except OSError:  # it is another user's, or has just gone
             continue
         names = dict(one.split("=", 1) for one in data.decode(errors="replace").split("\0") if "=" in one)
         if pid != os.getpid() and matches(names):
             found.append(pid)
     return found
+
+
+def _environment(pid: int) -> bytes:
+    """As the kernel shows it. A process that has just become another program shows none for a moment: it is looked at
+    again, for up to `EXEC_S`. Threads of the kernel and dead processes, which are no program, have none. Raises
+    `OSError`."""
+    give_up = time.monotonic() + EXEC_S
+    while not (data := Path(f"/proc/{pid}/environ").read_bytes()):
+        if time.monotonic() >= give_up or not os.readlink(f"/proc/{pid}/exe"):
+            break
+        time.sleep(EXEC_S / 50)
+    return data

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,3 +120,32 @@ def test_tests_start_their_processes_by_the_helper() -> None:
         for call in starts(Module(name, path.read_text(encoding="utf-8")))
     ]
     assert found == []
+
+
+def test_a_process_in_the_middle_of_its_exec_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is empty for a moment."""
+    read, blind = Path.read_bytes, ["child"]
+
+    def read_later(path: Path) -> bytes:
+        return b"" if str(path) == f"/proc/{child.pid}/environ" and blind and blind.pop() else read(path)
+
+    environ = {**os.environ, "MARK_OF_A_TEST": "1"}
+    with processes.started([sys.executable, "-c", "import time; time.sleep(300)"], env=environ) as child:
+        monkeypatch.setattr(Path, "read_bytes", read_later)
+        assert processes.in_environment(lambda names: "MARK_OF_A_TEST" in names) == [child.pid]
+        assert blind == []
+
+
+def test_a_killed_process_holds_no_lock_any_more() -> None:
+    """When `kill_all` has returned, what the process had locked is free, whoever waits for it later."""
+    code = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)"
+    code += "; big = bytearray(200 << 20); print('locked', flush=True); time.sleep(300)"
+    with tempfile.NamedTemporaryFile() as file:
+        command = [sys.executable, "-c", code, file.name]
+        with processes.started(command, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout.readline() == "locked\n"
+            assert not processes.is_over(child.pid)
+            pids = [child.pid]
+            processes.kill_all(lambda: [pids.pop()] if pids else [])
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert processes.is_over(child.pid)

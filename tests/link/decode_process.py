@@ -26,7 +26,7 @@ def main() -> None:
     worker = node.decode("dec", layout, pool.regions)
     instance = PrefillInstance("pre", (Address("127.0.0.1", told["port"]),))
     worker.receive(told["id"], instance, {"kv": [1, 2, 3]}, 3 * PAGE_SIZE)
-    gate.wait_held(told["num_held"])
+    gate.wait_held_of(told["num_owners"])
     parent.say({"held": True})
     sys.stdin.read()
 

@@ -183,6 +183,8 @@ class Gate(WrappedBackend):
         self.quiet = threading.Event()
         self.quiet.set()
         self.held = threading.Semaphore(0)
+        self.held_of: set[str] = set()
+        """Owners that a pull was posted to."""
         self.fenced: list[str] = []
 
     def poll(self, handle: PullHandle) -> PullStatus:
@@ -192,6 +194,7 @@ class Gate(WrappedBackend):
 
     def submit(self, batch: PullBatch) -> PullHandle:
         handle = self.inner.submit(batch)
+        self.held_of.add(batch.worker_id)
         self.held.release()
         return handle
 
@@ -205,3 +208,7 @@ class Gate(WrappedBackend):
     def wait_held(self, num_pulls: int) -> None:
         for _ in range(num_pulls):
             assert self.held.acquire(timeout=DEADLINE_S), "a pull was not posted"
+
+    def wait_held_of(self, num_owners: int) -> None:
+        """Until pulls from that many owners were posted: two pieces may well be of one of them."""
+        wait_until(lambda: len(self.held_of) >= num_owners, DEADLINE_S)

@@ -67,7 +67,7 @@ def test_a_killed_reader_gives_back_its_staging_slots_and_the_next_one_is_served
     senders = publish_scattered(site, owners, 3, "dies")
     reader = Child("reader", "tests.link.decode_process", env={"PYTHONPATH": str(ROOT)})
     stack.callback(reader.close)
-    reader.say({"num_layers": NUM_LAYERS, "port": site.bootstrap.address.port, "id": "dies", "num_held": 2})
+    reader.say({"num_layers": NUM_LAYERS, "port": site.bootstrap.address.port, "id": "dies", "num_owners": 2})
     assert reader.hear(START_TIMEOUT_S) == {"held": True}
     reader.kill()
     assert_all(senders, SenderState.ABORTED)
@@ -92,7 +92,7 @@ def test_a_rank_that_is_killed_while_it_stages_costs_its_request_and_no_slot_her
 
     decode = site.decode(layout, wrap=wrap, staging_slots=2 * CP)
     receiver = start(site, ranks, decode, "t")
-    gates[0].wait_held(CP)
+    gates[0].wait_held_of(CP)
     ranks[1].process.kill()
     with pytest.raises(TransferFailed, match=r"cp1"):
         receiver.wait(DEADLINE_S)
