@@ -133,7 +133,7 @@ class Front:
         try:
             await self._answer(asked, answer, take, Attempts(time.monotonic() + self._options.patience_s))
         except TryFailed as error:
-            return self._refusal(error), "refused" if not error.may_retry else "failed"
+            return self._refusal(error, answer), "refused" if not error.may_retry else "failed"
         return web.json_response(answer.whole()), "ok"
 
     async def _stream(
@@ -153,16 +153,18 @@ class Front:
             await self._answer(asked, answer, take, attempts)
         except TryFailed as error:
             if not response.prepared:
-                return self._refusal(error), "refused" if not error.may_retry else "failed"
+                return self._refusal(error, answer), "refused" if not error.may_retry else "failed"
             await response.write(_event(error_body(str(error), "server_error")))
             return response, "failed"
         await take("")
         await response.write(b"data: [DONE]\n\n")
         return response, "ok"
 
-    def _refusal(self, error: TryFailed) -> web.Response:
+    def _refusal(self, error: TryFailed, answer: Answer) -> web.Response:
         if error.may_retry:
-            return web.json_response(error_body(str(error), "server_error"), status=503)
+            tries = "the only try" if answer.tries == 1 else f"the last of {answer.tries} tries"
+            text = f"{error} ({tries} within {self._options.patience_s:g} s)"
+            return web.json_response(error_body(text, "server_error"), status=503)
         return web.json_response(error_body(str(error), "invalid_request_error"), status=400)
 
     async def _answer(
