@@ -248,14 +248,13 @@ class Puller:
             end = PullEnd(self._cause(error))
             raise
         finally:
-            # Owners are asked for their verdicts first, which this very thread hears: the request is not over yet.
-            is_late = is_over and not end.failure and not job.stop.is_set()
-            if not is_late:
+            if is_over and not end.failure and not job.stop.is_set():
+                # Owners are asked for their verdicts first, which this very thread hears: the request is not over yet.
+                self._report(job, None)
                 end.tell()
-            if is_over:
+            elif is_over:
+                end.tell()
                 self._report(job, end.failure)
-            if is_late:
-                end.tell()
             self._end_inline()
 
     def _end_inline(self) -> None:

@@ -1,5 +1,6 @@
 import random
 import socket
+import threading
 
 import pytest
 import zmq
@@ -36,6 +37,38 @@ def test_frames_that_are_sent_together_arrive_one_by_one_in_their_order(loop):
     assert [inbox.take()[1] for _ in range(5)] == [ping(nonce) for nonce in range(5)]
     flush(loop)
     assert loop.counters.sent == 5
+
+
+def test_an_answer_leaves_before_its_handler_does_anything_else(loop):
+    other, outbox, may_end = ControlLoop().start(), Box(), threading.Event()
+
+    def answer(route, frame):
+        server.send(route, frame)
+        may_end.wait(2 * TIMEOUT_S)
+
+    try:
+        server = other.bind(ANY, answer)
+        loop.connect(server.address, outbox).send(ping(1))
+        assert outbox.take() == (ping(1),)
+    finally:
+        may_end.set()
+        other.close()
+
+
+def test_what_another_thread_has_sent_leaves_before_what_a_call_sends_later(loop):
+    inbox, has_begun, may_send = Box(), threading.Event(), threading.Event()
+    channel = loop.connect(loop.bind(ANY, inbox).address, Box())
+
+    def send_later():
+        has_begun.set()
+        may_send.wait(TIMEOUT_S)
+        channel.send(ping(2))
+
+    loop.call_soon(send_later)
+    assert has_begun.wait(TIMEOUT_S)
+    channel.send(ping(1))
+    may_send.set()
+    assert [inbox.take()[1] for _ in range(2)] == [ping(1), ping(2)]
 
 
 def test_each_channel_gets_its_own_answers(loop):

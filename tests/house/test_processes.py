@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,10 +137,17 @@ def test_a_process_in_the_middle_of_its_exec_is_found(monkeypatch: pytest.Monkey
         assert blind == []
 
 
-def test_a_killed_process_holds_no_lock_any_more() -> None:
-    """When `kill_all` has returned, what the process had locked is free, whoever waits for it later."""
+def test_a_killed_process_holds_no_lock_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When `kill_all` has returned, what the process had locked is free, however long it takes to die."""
     code = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX)"
-    code += "; big = bytearray(200 << 20); print('locked', flush=True); time.sleep(300)"
+    code += "; print('locked', flush=True); time.sleep(300)"
+    kill = os.kill
+
+    def kill_late(pid: int, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            kill(pid, number)
+
+    monkeypatch.setattr(processes.os, "kill", lambda *told: threading.Timer(0.5, kill_late, told).start())
     with tempfile.NamedTemporaryFile() as file:
         command = [sys.executable, "-c", code, file.name]
         with processes.started(command, stdout=subprocess.PIPE, text=True) as child:
