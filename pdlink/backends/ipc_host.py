@@ -62,6 +62,9 @@ def copy_some(portions: Iterator[Portion]) -> int:
 
 def _portions(pieces: Iterator[Descriptors]) -> Iterator[Portion]:
     for piece in pieces:
+        if int(piece.nbytes.sum()) <= BYTES_PER_POLL:
+            yield piece.destination.tolist(), piece.source.tolist(), piece.nbytes.tolist()
+            continue
         rows = _cut(piece)
         ends = np.cumsum(rows.nbytes)
         first = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdlink.backends.ranges import check_destinations, check_sources, extent, first_outside, pages_inside
 from pdlink.errors import RegionError
-from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable, PageRuns
+from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable
 from pdlink.transfer.kept import Kept
 
 MAX_KNOWN = 64
@@ -54,16 +54,6 @@ class _Known:
     num_source: int
     num_destination: int
 
-    def covers(self, runs: PageRuns) -> bool:
-        """Whether every page of `runs` is surely one of those. Python's numbers, which do not wrap."""
-        if not len(runs.count):
-            return True
-        if int(runs.source.min()) < 0 or int(runs.destination.min()) < 0:
-            return False
-        longest = int(runs.count.max())
-        source, destination = int(runs.source.max()) + longest, int(runs.destination.max()) + longest
-        return source <= self.num_source and destination <= self.num_destination
-
 
 class MappedSource:
     """The memory of one peer as it is `mapped`; of that, what lies in `registered` may be read (None: all of it).
@@ -85,7 +75,7 @@ class MappedSource:
         known = self._known.get(move.layers)
         if known is None or known.own is not own:
             known = self._known.put(move.layers, self._look_at(move.layers, own))
-        if known.covers(move.runs):
+        if move.runs.lie_within(known.num_source, known.num_destination):
             return GroupMove(move.group, move.runs, known.here)
         check_destinations(move, own)
         if self._registered is not None:

@@ -44,6 +44,8 @@ MAX_SOCKETS = 16_384
 """A decode process has one for every prefill rank that it pulls from."""
 LONGEST_WAIT_S = 1.0
 PART = "control loop"
+POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""As numbers: with flags of an enum, each of the library's operations on them makes a new one."""
 MAX_REQUEST_BYTES = 1 << 20
 """Largest frame to a prefill rank: what decode says has no page lists, so that it is short."""
 BACKLOG = 4096
@@ -239,7 +241,7 @@ class ControlLoop:
 
     def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
         try:
-            socket.send_multipart(parts, zmq.NOBLOCK)
+            socket.send_multipart(parts, NOBLOCK)
             self.counters.sent += 1
         except zmq.ZMQError as error:
             # A full queue or a vanished route loses the frame; every frame that matters is repeated.
@@ -344,7 +346,7 @@ class ControlLoop:
         handler = self._handlers.get(socket)
         for _ in range(64):  # a flood on one socket must not starve the timers
             try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
+                parts = socket.recv_multipart(NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError:  # a broken socket must not take the thread, and with it every other socket, along
@@ -354,7 +356,7 @@ class ControlLoop:
                 return
             if handler:
                 self._guard(partial(handler, parts))
-            if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & POLLIN:
                 return  # cheaper than to be told by a second receive, which would give the GIL away once more
 
     def _guard(self, call: Call) -> None:

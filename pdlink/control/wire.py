@@ -5,9 +5,8 @@ A frame that cannot be read is a `FrameError` that names what is wrong; the call
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -39,11 +38,14 @@ BodyT = TypeVar("BodyT")
 def encode(frame: fr.Frame) -> bytes:
     """The frame's bytes, always the same for equal frames. Raises `FrameError` for what `decode` would refuse."""
     name, pack = _PACK[type(frame.body)]
-    with _naming(f"{name} frame"):
+    try:
         _check_head(name, frame.transfer_id, frame.attempt)
         message = pb.Frame(version=VERSION, transfer_id=frame.transfer_id, attempt=frame.attempt)
-        getattr(message, name).SetInParent()
-        pack(frame.body, getattr(message, name))
+        body = getattr(message, name)
+        body.SetInParent()
+        pack(frame.body, body)
+    except ValueError as error:  # a value that cannot be used, or that protobuf refuses
+        raise FrameError(f"{name} frame: {error}") from error
     return bytes(message.SerializeToString(deterministic=True))
 
 
@@ -60,24 +62,17 @@ def decode(data: bytes | memoryview, max_bytes: int = 4 << 20) -> fr.Frame:
     if name is None:
         raise FrameError("control frame has no body that this version knows")
     _need(message.version == VERSION, f"frame version {message.version}, this side speaks {VERSION}")
-    with _naming(f"{name} frame"):
-        _check_head(name, message.transfer_id, message.attempt)
-        body = _UNPACK[name](getattr(message, name))
-    return fr.Frame(message.transfer_id, message.attempt, body)
+    transfer_id, attempt = message.transfer_id, message.attempt
+    try:
+        _check_head(name, transfer_id, attempt)
+        return fr.Frame(transfer_id, attempt, _UNPACK[name](getattr(message, name)))
+    except ValueError as error:
+        raise FrameError(f"{name} frame: {error}") from error
 
 
 def _check_head(name: str, transfer_id: str, attempt: int) -> None:
     _need(len(transfer_id.encode()) <= MAX_ID_BYTES, f"transfer id of over {MAX_ID_BYTES} bytes")
     _need(name in ("ping", "pong") or (transfer_id != "" and attempt != 0), "no transfer id or no attempt")
-
-
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-    """Turn a value that cannot be used, or that protobuf refuses, into a `FrameError` that says in which frame."""
-    try:
-        yield
-    except ValueError as error:
-        raise FrameError(f"{what}: {error}") from error
 
 
 def _need(holds: bool, text: str) -> None:

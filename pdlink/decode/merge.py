@@ -102,6 +102,10 @@ class Merge:
         """From open to the end, once the state is final."""
         return self._ended - self._opened
 
+    def ended_ago(self, now: float) -> float:
+        """Seconds since the end, once the state is final."""
+        return now - self._ended
+
     @property
     def phases(self) -> dict[str, float]:
         """Seconds in each state but draining, once the state is final; 0 where it was not entered. `wait_s` is from the
@@ -339,16 +343,15 @@ class Merge:
         owner.pulling[self._tickets] = _Claim(body.group, rows, start - first, stop - first)
         self.num_bytes[worker_id] = self.num_bytes.get(worker_id, 0) + batch.nbytes
         self.num_descriptors += batch.num_descriptors
-        plan = planner.groups[body.group]
-        cells = tuple(plan.cells[row] for row in rows.tolist())
-        landing = plan.landing(rows)
+        known = planner.groups[body.group].row_set(rows)
         digests = None
         if body.digests is not None:
             order = {cell: row for row, cell in enumerate(cells_in_order(body.layers))}
-            digests = body.digests.part([order[cell] for cell in cells], cut)
+            digests = body.digests.part([order[cell] for cell in known.cells], cut)
         is_whole = stop - start == len(body.page_ids) and len(rows) == sum(len(ids) for ids in body.layers.values())
         # Staged unasked are pieces of all that was announced. Of a part of it they are of no use, and go back.
-        said = (cells, body.sequence, body.generation, start, body.staged_pieces if is_whole else 0, landing)
+        num_pieces = body.staged_pieces if is_whole else 0
+        said = (known.cells, body.sequence, body.generation, start, num_pieces, known.landing)
         self._actions.append(Pull(worker_id, self._tickets, batch, body.group, rows, target, digests, *said))
 
     def _on_last(self, worker_id: str, owner: _Owner, body: Ready, now: float) -> None:

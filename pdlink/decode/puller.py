@@ -138,7 +138,8 @@ class Puller:
             with self._idle:
                 self._num_inline += 1
             # It is not staged, and an answer that comes before it runs goes back: none may be expected after that.
-            if self._call_soon(partial(self._run_inline, replace(job, ahead=None))):
+            inline = replace(job, ahead=None) if job.ahead else job
+            if self._call_soon(partial(self._run_inline, inline)):
                 return
             self._end_inline()
         if failure := self._enqueue(job):

@@ -141,6 +141,11 @@ class Receiver:
             if self._changed:
                 self._changed(self)
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether anybody is to be called back; once the request has ended, nobody is added any more."""
+        return bool(self._callbacks)
+
     def call_back(self) -> None:
         """Run the callbacks of an ended request. The caller holds no lock: they are the engine's and may call in."""
         with self._lock:

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -56,6 +56,7 @@ log = logging.getLogger("pdlink.decode")
 TICK_S = 0.05
 LATE_S = 2.0
 """A tick that comes so much later says that this process stood still: frames of owners wait to be read."""
+REPORT_AFTER_S = 1e-3
 PULLED_FROM = (ReceiverState.SUBSCRIBED, ReceiverState.PULLING)
 """States in which a request still needs the threads that pull."""
 
@@ -93,6 +94,7 @@ class DecodeWorker:
         self._lock = threading.RLock()
         self._live: dict[tuple[str, int], Live] = {}
         self._newest: dict[str, Live] = {}
+        self._unreported: deque[Live] = deque()
         self._closed = False
         self._quiet = True
         for region in self._facts.regions:
@@ -201,6 +203,7 @@ class DecodeWorker:
                 if not live.merge.state.is_final:  # its pages may still be written, so that they are nobody else's
                     text = "transfer %s stays %s: pulls from %s are not quiet"
                     log.error(text, live.receiver.transfer_id, live.merge.state, ", ".join(live.merge.pulling()))
+            self._report_all()
         for region in self._facts.regions if quiet else ():
             for backend in self._backends.values():
                 backend.deregister(region)
@@ -346,6 +349,7 @@ class DecodeWorker:
                 live.merge.fail(Failure(FailureReason.INTERNAL, death.text, fix=RESTART), self._loop.clock())
                 self._act(live)
                 self._end_alone(live)
+            self._report_all()
 
     def _bury(self, live: Live) -> None:
         """Wait no longer for the report of a pull whose puller is over: its thread has ended, and its wire with it."""
@@ -412,20 +416,35 @@ class DecodeWorker:
     def _show(self, live: Live) -> None:
         """Make the merge's state visible to the engine, once per change, and forget what is settled."""
         if live.show() and live.merge.state.is_final:
-            if not self._loop.call_soon(live.receiver.call_back):
+            if live.receiver.has_callbacks and not self._loop.call_soon(live.receiver.call_back):
                 # The loop has died. Not here, under the lock: what is called back may want another thread's help.
                 SupervisedThread(live.receiver.call_back, "pdlink-call-back", self.part, events=self.events).start()
-            self._report(live)
+            self._report_soon(live)
         if live.merge.is_settled:
             if self._live.pop(live.key, None) and live.link:
                 self._links.give_back(live.link)
             if self._newest.get(live.receiver.transfer_id) is live:
                 del self._newest[live.receiver.transfer_id]
 
+    def _report_soon(self, live: Live) -> None:
+        """Tell of an end: of a success a moment later, so that whoever waits for it gets the GIL first."""
+        failure = live.merge.failure
+        if failure is None:
+            self._unreported.append(live)
+            if len(self._unreported) == 1:
+                self._loop.call_later(REPORT_AFTER_S, self._report_all)
+            return
+        if failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
+            self._links.forget(live.instance)
+        self._report(live)
+
+    def _report_all(self) -> None:
+        with self._lock:
+            while self._unreported:
+                self._report(self._unreported.popleft())
+
     def _report(self, live: Live) -> None:
         merge = live.merge
-        if merge.failure and merge.failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
-            self._links.forget(live.instance)
         told: dict[str, object] = {
             "transfer_id": live.receiver.transfer_id,
             "attempt": live.receiver.attempt,
@@ -438,6 +457,7 @@ class DecodeWorker:
             "num_bytes": sum(merge.num_bytes.values()),
             "num_pages": sum(merge.request.num_pages.values()),
             "elapsed_s": merge.elapsed_s,
+            "ago_s": merge.ended_ago(self._loop.clock()),
             "plan_s": live.plan_s,
             **merge.phases,
             "trace_parent": live.trace_parent,

@@ -87,7 +87,7 @@ class Tracing:
     def _receive(self, fields: Mapping[str, object]) -> None:
         with self._lock:
             pulls = self._pulls.pop((fields.get("transfer_id"), fields.get("attempt")), [])
-        ended = time.time_ns()
+        ended = time.time_ns() - _ns(fields, "ago_s")
         began = ended - _ns(fields, "elapsed_s")
         root = self._span("pdlink.receive", began, _parent(fields), _picked(fields, ATTRIBUTES))
         inside = _within(root)

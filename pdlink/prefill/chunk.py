@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -41,6 +42,11 @@ class RankFacts:
     digest: Digester = page_digests
     parts: Mapping[str, Part] = field(default_factory=dict)
     """What its pages hold of each component of the layout."""
+
+    @cached_property
+    def least_pages(self) -> int:
+        """Of its regions, the pages of the smallest."""
+        return min((region.num_pages for region in self.regions.values()), default=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,13 +126,14 @@ def build_chunk(
             f"{group!r}; they begin at 0 and end below {MAX_PAGE_POSITION}"
         )
     low, high = (int(pages.min()), int(pages.max())) if len(pages) else (0, -1)
-    limits = [(rank.regions[name, layer].num_pages, name, layer) for name in chosen for layer in chosen[name]]
-    limit, name, layer = min(limits, default=(MAX_PAGE_POSITION, "", 0))
-    if low < 0 or high >= limit:
-        raise InvalidInput(
-            f"transfer {transfer_id!r} publishes pages {low}..{high} of a pool of {limit} pages ({name!r} layer "
-            f"{layer})"
-        )
+    if low < 0 or high >= rank.least_pages:
+        limits = [(rank.regions[name, layer].num_pages, name, layer) for name in chosen for layer in chosen[name]]
+        limit, name, layer = min(limits, default=(MAX_PAGE_POSITION, "", 0))
+        if low < 0 or high >= limit:
+            raise InvalidInput(
+                f"transfer {transfer_id!r} publishes pages {low}..{high} of a pool of {limit} pages ({name!r} layer "
+                f"{layer})"
+            )
     return Chunk(group, pages, start_page, chosen, last, aux)
 
 

@@ -109,10 +109,11 @@ class PublishedPages:
                 spans.append(_Span(start, stop))
 
     def _merged(self, group: str, start: int, page_ids: Int64Array) -> tuple[Int64Array, Int64Array]:
-        distinct, first, times = np.unique(page_ids, return_index=True, return_counts=True)
-        if len(distinct) != len(page_ids):
-            twice = int(distinct[int(np.argmax(times > 1))])
-            raise StateError(f"page {twice} of group {group!r} is given for two positions of one request")
+        first = np.argsort(page_ids, kind="stable")
+        distinct = page_ids[first]
+        twice = distinct[1:][distinct[1:] == distinct[:-1]]
+        if len(twice):
+            raise StateError(f"page {int(twice[0])} of group {group!r} is given for two positions of one request")
         if group not in self._pages:
             return distinct, start + first
         held, positions = self._pages[group]

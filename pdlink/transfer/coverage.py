@@ -15,6 +15,9 @@ from pdlink.errors import PlanError
 from pdlink.transfer.descriptors import Int64Array
 
 
+CLAIMED, LANDED = 1, 2
+
+
 class Coverage:
     """Cells of one request: per page group a matrix of `num_rows` x `num_pages`. Not thread-safe.
 
@@ -23,13 +26,10 @@ class Coverage:
     """
 
     def __init__(self, num_rows: Mapping[str, int], num_pages: Mapping[str, int]) -> None:
-        self._claimed: dict[str, npt.NDArray[np.bool_]] = {}
-        self._landed: dict[str, npt.NDArray[np.bool_]] = {}
-        for group, rows in num_rows.items():
-            shape = (rows, num_pages.get(group, 0))
-            self._claimed[group] = np.zeros(shape, dtype=np.bool_)
-            self._landed[group] = np.zeros(shape, dtype=np.bool_)
-        self._num_missing = sum(one.size for one in self._landed.values())
+        self._cells: dict[str, npt.NDArray[np.uint8]] = {
+            group: np.zeros((rows, num_pages.get(group, 0)), dtype=np.uint8) for group, rows in num_rows.items()
+        }
+        self._num_missing = sum(one.size for one in self._cells.values())
 
     @property
     def is_complete(self) -> bool:
@@ -43,49 +43,48 @@ class Coverage:
     def claim(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark `rows` at page positions [start, stop). Raises `PlanError` for a claimed or unknown cell."""
         self._check(group, rows, start, stop)
-        matrix = self._claimed[group]
-        block = matrix[rows, start:stop]
+        cells = self._cells[group]
+        block = cells[rows, start:stop]
         if bool(block.any()):
             row, page = (int(one) for one in np.argwhere(block)[0])
             raise PlanError(f"row {int(rows[row])}, page {start + page} of group {group!r} was published twice")
-        matrix[rows, start:stop] = True
+        cells[rows, start:stop] = CLAIMED
 
     def land(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark claimed cells as arrived. Raises `PlanError` when a cell was not claimed or has landed before."""
         self._check(group, rows, start, stop)
-        if not bool(self._claimed[group][rows, start:stop].all()):
-            raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed without being claimed")
-        block = self._landed[group][rows, start:stop]
-        if bool(block.any()):
-            raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed twice")
-        self._landed[group][rows, start:stop] = True
+        cells = self._cells[group]
+        block = cells[rows, start:stop]
+        if bool((block != CLAIMED).any()):
+            how = "twice" if bool((block == LANDED).any()) else "without being claimed"
+            raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed {how}")
+        cells[rows, start:stop] = LANDED
         self._num_missing -= block.size
 
     def first_unclaimed(self, group: str, rows: Int64Array) -> tuple[int, int] | None:
         """(row, page position) of the first cell of `rows` that nobody has published, or None."""
-        block = self._claimed[group][rows]
+        block = self._cells[group][rows]
         if bool(block.all()):
             return None
-        row, page = (int(one) for one in np.argwhere(~block)[0])
+        row, page = (int(one) for one in np.argwhere(block == 0)[0])
         return int(rows[row]), page
 
     def first_missing(self) -> tuple[str, int, int] | None:
         """(group, row, page position) of the first cell that has not landed, or None."""
-        for group, matrix in self._landed.items():
-            if not bool(matrix.all()):
-                row, page = (int(one) for one in np.argwhere(~matrix)[0])
+        for group, cells in self._cells.items():
+            missing = cells != LANDED
+            if bool(missing.any()):
+                row, page = (int(one) for one in np.argwhere(missing)[0])
                 return group, row, page
         return None
 
     def _check(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Refuse what is no rectangle of known cells. A row named twice would be counted twice."""
-        if group not in self._landed:
+        if group not in self._cells:
             raise PlanError(f"this request has no page group {group!r}")
-        num_rows, num_pages = self._landed[group].shape
+        num_rows, num_pages = self._cells[group].shape
         if not 0 <= start <= stop <= num_pages:
             raise PlanError(f"pages [{start}, {stop}) are outside the {num_pages} of page group {group!r}")
-        if not len(rows):
-            return
-        times = np.bincount(rows, minlength=num_rows) if int(rows.min()) >= 0 else np.zeros(0, dtype=np.int64)
-        if len(times) != num_rows or int(times.max()) > 1:
+        known = set(rows.tolist())
+        if len(known) != len(rows) or (known and (min(known) < 0 or max(known) >= num_rows)):
             raise PlanError(f"rows {rows.tolist()} are not rows of page group {group!r}, each named once")

@@ -42,6 +42,24 @@ class PageRuns:
         """Whether every page is a run of its own."""
         return self.num_pages == self.num_runs and bool(np.all(self.count == 1))
 
+    @cached_property
+    def _ends(self) -> tuple[int, int, int]:
+        """The least page of either side, and ends that no page of the source and of the destination reaches. Python's
+        numbers, which do not wrap."""
+        if self.num_runs == 1:  # what is asked most, and without a look at whole arrays
+            source, destination, count = int(self.source[0]), int(self.destination[0]), int(self.count[0])
+            return min(source, destination), source + count, destination + count
+        least, longest = min(int(self.source.min()), int(self.destination.min())), int(self.count.max())
+        return least, int(self.source.max()) + longest, int(self.destination.max()) + longest
+
+    def lie_within(self, num_source: int, num_destination: int) -> bool:
+        """Whether every page is surely one of so many, from 0 on, on its side. Quick; of runs that end at the last page,
+        and are shorter than others, it is not sure."""
+        if not self.num_runs:
+            return True
+        least, source, destination = self._ends
+        return least >= 0 and source <= num_source and destination <= num_destination
+
     def destination_pages(self) -> Int64Array:
         """int64 [num_pages], in run order. Not to be written to."""
         return self.destination if self.is_scattered else _spread(self.destination, self.count)
@@ -198,10 +216,11 @@ def _spread(first: Int64Array, count: Int64Array) -> Int64Array:
 
 
 def _expand(move: GroupMove, max_rows: int) -> Iterator[Descriptors]:
+    num_dense = move.layers.num_dense
     for dense in (True, False):
-        chosen = move.layers.of_kind(dense)
-        if not chosen.num_layers:
+        if (num_dense if dense else move.layers.num_layers - num_dense) == 0:
             continue
+        chosen = move.layers.of_kind(dense)
         pages = move.runs if dense else move.runs.split()
         for start in range(0, pages.num_runs, max_rows):
             piece = slice(start, start + max_rows)

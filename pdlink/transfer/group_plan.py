@@ -19,8 +19,25 @@ from pdlink.transfer.kept import Kept
 from pdlink.transfer.packing import Landing, PageTable, runs_of
 from pdlink.transfer.routes import Route
 
-MAX_TABLES = 64
+MAX_ROW_SETS = 64
 """Kept of one page group: as many as there are owners, and ranges of layers that they publish alone."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSet:
+    """Rows of a page group that are pulled together, with all that is the same for every request.
+
+    `cells` are their (component, layer); `owner` indexes the planner's source that serves them all, -1 where that is not
+    one. `tables` has their addresses by turn, and `landing` how packed pages become pages here, None where pages go
+    whole. Each has at least `num_source` pages there and `num_destination` here.
+    """
+
+    cells: tuple[tuple[str, int], ...]
+    owner: int
+    tables: tuple[LayerTable, ...]
+    landing: Landing | None
+    num_source: int
+    num_destination: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,18 +60,12 @@ class GroupPlan:
     source_pages: Int64Array
     destination_pages: Int64Array
     parts: tuple[Part | None, ...]
-    _taken: Kept[tuple[int, bytes], LayerTable] = field(default_factory=lambda: Kept(MAX_TABLES))
-    _landings: Kept[bytes, Landing] = field(default_factory=lambda: Kept(MAX_TABLES))
+    _row_sets: Kept[bytes, RowSet] = field(default_factory=lambda: Kept(MAX_ROW_SETS))
 
-    def layers(self, rows: Int64Array, turn: int = 0) -> LayerTable:
-        """The table's `rows`. The same rows give the same object, so that backends know what they have checked."""
-        return self._taken.of((turn, rows.tobytes()), lambda: self.tables[turn].take(self._runs(rows)[0]))
-
-    def landing(self, rows: Int64Array) -> Landing | None:
-        """How packed pages of `rows` become pages here; None where pages go whole."""
-        if all(self.parts[row] is None for row in rows.tolist()) and self.num_turns == 1:
-            return None
-        return self._landings.of(rows.tobytes(), lambda: self._make_landing(rows))
+    def row_set(self, rows: Int64Array) -> RowSet:
+        """What is known of `rows`, at least one. The same rows give the same object, so that backends know what they
+        have checked."""
+        return self._row_sets.of(rows.tobytes(), lambda: self._make_row_set(rows))
 
     @property
     def num_rows(self) -> int:
@@ -73,17 +84,25 @@ class GroupPlan:
         component, layer = self.cells[row]
         return f"{component!r} layer {layer}"
 
-    def _runs(self, rows: Int64Array) -> tuple[Int64Array, Int64Array | None]:
-        return (rows, None) if self.starts is None else runs_of(self.starts, rows)
+    def _make_row_set(self, rows: Int64Array) -> RowSet:
+        runs, starts = (rows, None) if self.starts is None else runs_of(self.starts, rows)
+        tables, owner = tuple(table.take(runs) for table in self.tables), self.owner[rows]
+        return RowSet(
+            tuple(self.cells[row] for row in rows.tolist()),
+            int(owner[0]) if bool(np.all(owner == owner[0])) else -1,
+            tables,
+            self._landing(rows, tables, starts),
+            int(self.source_pages[rows].min()),
+            int(self.destination_pages[rows].min()),
+        )
 
-    def _make_landing(self, rows: Int64Array) -> Landing:
-        starts = self._runs(rows)[1]
-        tables = []
-        for turn in range(self.num_turns):
-            table = self.layers(rows, turn)
-            tables.append(PageTable(table.destination_base, table.destination_stride, table.page_bytes, starts))
+    def _landing(self, rows: Int64Array, tables: Sequence[LayerTable], starts: Int64Array | None) -> Landing | None:
         named = {self.cells[row][0]: self.parts[row] for row in rows.tolist()}
-        return Landing(tuple(tables), {name: part for name, part in named.items() if part})
+        parts = {name: part for name, part in named.items() if part}
+        if not parts and self.num_turns == 1:
+            return None
+        landing = (PageTable(one.destination_base, one.destination_stride, one.page_bytes, starts) for one in tables)
+        return Landing(tuple(landing), parts)
 
 
 @dataclass(frozen=True)

@@ -99,13 +99,12 @@ def _check_rows(planner: PullPlanner, plan: GroupPlan, worker_id: str, move: Gro
 
 
 def _turn_of(plan: GroupPlan, rows: Int64Array, move: GroupMove) -> int:
-    for turn in range(plan.num_turns):
-        table = plan.layers(rows, turn)
+    tables = plan.row_set(rows).tables
+    for turn, table in enumerate(tables):
         if all(np.array_equal(getattr(move.layers, name), getattr(table, name)) for name in ("rows", *COLUMNS)):
             return turn
-    table = plan.layers(rows)
     for name in COLUMNS:
-        found, right = getattr(move.layers, name), getattr(table, name)
+        found, right = getattr(move.layers, name), getattr(tables[0], name)
         if not np.array_equal(found, right):
             at = int(np.argmin(found == right))
             raise PlanError(

@@ -18,8 +18,12 @@ from pdlink.layout.parts import Part
 from pdlink.layout.regions import Region
 from pdlink.transfer.descriptors import GroupMove, Int64Array, PullBatch, pair_pages
 from pdlink.transfer.group_plan import Cutter, GroupPlan, build_group, check_range
+from pdlink.transfer.kept import Kept
 from pdlink.transfer.packing import split_turns
 from pdlink.transfer.routes import Holder, find_routes
+
+MAX_ROWS = 1024
+"""Kept: those of each owner and page group, and of each range of layers that is published alone."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class PullPlanner:
             for row, cell in enumerate(plan.cells)
         }
 
+        self._rows: Kept[tuple[int, str, tuple[tuple[str, tuple[int, ...]], ...] | None], Int64Array] = Kept(MAX_ROWS)
         self._parts_from: list[dict[str, Part]] = [{} for _ in sources]
         for plan in self.groups.values():
             for number, (name, _), part in zip(plan.owner.tolist(), plan.cells, plan.parts, strict=True):
@@ -95,26 +100,14 @@ class PullPlanner:
         return {name: plan.num_rows for name, plan in self.groups.items()}
 
     def rows(self, worker_id: str, group: str, layers: Mapping[str, Sequence[int]] | None = None) -> Int64Array:
-        """int64: rows of `group` that `worker_id` serves, only those of `layers` when given.
+        """int64: rows of `group` that `worker_id` serves, only those of `layers` when given. Not to be written to.
 
         Layers that decode did not ask for, and rows that another replica serves, are left out. Raises `PlanError`
         when `layers` names a layer that the worker does not own.
         """
         number = self.number(worker_id)
-        plan = self.groups.get(group)
-        if plan is None:
-            return np.zeros(0, dtype=np.int64)
-        if layers is None:
-            return np.flatnonzero(plan.owner == number).astype(np.int64)
-        rows = []
-        for name, ids in layers.items():
-            for layer in ids:
-                if (name, layer) not in self._held[number]:
-                    raise PlanError(f"{worker_id} published {name!r} layer {layer}, which it does not own")
-                where = self._rows_of.get((number, name, layer))
-                if where and where[0] == group:
-                    rows.append(where[1])
-        return np.array(sorted(set(rows)), dtype=np.int64)
+        asked = None if layers is None else tuple((name, tuple(ids)) for name, ids in layers.items())
+        return self._rows.of((number, group, asked), lambda: self._find_rows(number, group, asked))
 
     def pulls_all_of(self, worker_id: str) -> bool:
         """Whether every layer that a rank has is wanted of it."""
@@ -144,22 +137,42 @@ class PullPlanner:
             raise PlanError(f"nothing of page group {group!r} is wanted")
         if len(source_pages) != len(destination_pages):
             raise PlanError(f"{len(source_pages)} source pages do not pair with {len(destination_pages)} destinations")
-        if bool(np.any(plan.owner[rows] != self.number(worker_id))):
-            raise PlanError(f"{worker_id} does not serve all of the {len(rows)} rows asked of it")
-        if not len(rows) or not len(source_pages):
+        number = self.number(worker_id)
+        if not len(rows):
             return PullBatch(worker_id, ())
-        check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
-        check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
+        known = plan.row_set(rows)
+        if known.owner != number:
+            raise PlanError(f"{worker_id} does not serve all of the {len(rows)} rows asked of it")
+        if not len(source_pages):
+            return PullBatch(worker_id, ())
         if plan.num_turns == 1:
-            runs = pair_pages(source_pages, destination_pages)
-            return PullBatch(worker_id, (GroupMove(group, runs, plan.layers(rows)),))
-        turns = split_turns(first_page, len(source_pages), plan.num_turns)
+            runs = [pair_pages(source_pages, destination_pages)]
+        else:
+            turns = split_turns(first_page, len(source_pages), plan.num_turns)
+            runs = [pair_pages(source_pages[mine], destination_pages[mine]) for mine in turns]
+        if not all(one.lie_within(known.num_source, known.num_destination) for one in runs):
+            check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
+            check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
         moves = (
-            GroupMove(group, pair_pages(source_pages[mine], destination_pages[mine]), plan.layers(rows, turn))
-            for turn, mine in enumerate(turns)
-            if len(mine)
+            GroupMove(group, one, table) for one, table in zip(runs, known.tables, strict=True) if one.num_runs
         )
         return PullBatch(worker_id, tuple(moves))
+
+    def _find_rows(self, number: int, group: str, layers: tuple[tuple[str, tuple[int, ...]], ...] | None) -> Int64Array:
+        plan = self.groups.get(group)
+        if plan is None:
+            return np.zeros(0, dtype=np.int64)
+        if layers is None:
+            return np.flatnonzero(plan.owner == number).astype(np.int64)
+        rows = set()
+        for cell in ((name, layer) for name, ids in layers for layer in ids):
+            if cell not in self._held[number]:
+                who, (name, layer) = self.worker_ids[number], cell
+                raise PlanError(f"{who} published {name!r} layer {layer}, which it does not own")
+            where = self._rows_of.get((number, *cell))
+            if where and where[0] == group:
+                rows.add(where[1])
+        return np.array(sorted(rows), dtype=np.int64)
 
     def number(self, worker_id: str) -> int:
         """The index of a rank in `worker_ids`. Raises `PlanError` for a stranger."""

@@ -112,7 +112,7 @@ def test_whole_pages_are_planned_as_ever():
     assert planner.pulls_all_of("w1")
     assert not planner.pulls_all_of("w0")
     assert planner.parts_from("w1") == {}
-    assert planner.groups["kv"].landing(planner.rows("w1", "kv")) is None
+    assert planner.groups["kv"].row_set(planner.rows("w1", "kv")).landing is None
     assert planner.groups["kv"].starts is None
 
 
