@@ -132,8 +132,9 @@ class Agent:
             with self._on_device():
                 self._nixl: Any = api.nixl_agent(self.name, config)
         except Exception as error:
-            reason = translate(error, "start an agent over UCX")
-            raise BackendUnavailable(f"{reason}; UCX_TLS={os.environ.get('UCX_TLS', 'unset')}") from error
+            reason, allowed = translate(error, "start an agent over UCX"), os.environ.get("UCX_TLS", "")
+            hint = " (on a machine with GPUs it must let cuda_copy in)" if allowed and "cuda" not in allowed else ""
+            raise BackendUnavailable(f"{reason}; UCX_TLS={allowed or 'unset'}{hint}") from error
         if "UCX" not in self._nixl.backends:
             raise BackendUnavailable(
                 f"nixl has no UCX plugin here; it has {', '.join(self._nixl.plugin_list) or 'none'}"

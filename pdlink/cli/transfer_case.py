@@ -26,8 +26,9 @@ TRANSPORTS: dict[tuple[str, str], tuple[str, ...]] = {
 """(backend, device) -> what it can be made to move over."""
 WAYS = {"ipc": ("mapped", "staged"), "nixl": ("direct", "staged"), "mooncake": ("direct", "staged")}
 DEFAULT_WAYS = {"ipc": ("mapped",), "nixl": ("direct", "staged"), "mooncake": ("direct", "staged")}
-_UCX_TLS = {"tcp": "tcp", "cma": "cma,tcp"}
-"""UCX needs tcp to say hello, and then takes cma for the bytes."""
+_UCX_TLS = {"tcp": "tcp,cuda_copy", "cma": "cma,tcp,cuda_copy"}
+"""UCX needs tcp to say hello, and then takes cma for the bytes. On a machine with GPUs nixl does not start without a
+transport for their memory, though none of these bytes is there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ def test_a_process_that_has_loaded_it_ends_as_it_wants(ending, code):
 def test_transports_that_cannot_start_are_an_error_that_names_them():
     done = run("from pdlink.backends.registry import open_backends\nopen_backends('nixl')", UCX_TLS="shm,cma,self")
     assert "BackendUnavailable: nixl failed to start an agent over UCX" in done.stderr
-    assert "UCX_TLS=shm,cma,self" in done.stderr
+    assert "UCX_TLS=shm,cma,self (on a machine with GPUs it must let cuda_copy in)" in done.stderr
 
 
 def test_auto_leaves_it_out_when_it_cannot_start():
@@ -308,7 +308,7 @@ def reached(host: str, **env: str) -> tuple[set[str], str | None]:
     """Where UCX listens in a process whose control sockets bind `host`, and the devices that it was given."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
     ended = processes.run(
-        [sys.executable, "-c", REACHED, host], check=True, env={**clean, "UCX_TLS": "tcp,self", **env}
+        [sys.executable, "-c", REACHED, host], check=True, env={**clean, "UCX_TLS": "tcp,self,cuda_copy", **env}
     )
     listening, devices = json.loads(ended.stdout)
     return set(listening), devices

@@ -129,7 +129,7 @@ print(json.dumps(counts))
 
 
 @pytest.mark.skipif(bool(nixl_missing()), reason=nixl_missing())
-@pytest.mark.parametrize("transports", ["cma,tcp", "tcp"])
+@pytest.mark.parametrize("transports", ["cma,tcp,cuda_copy", "tcp,cuda_copy"])
 def test_the_same_ranges_are_made_once_until_memory_or_the_link_changes(transports: str) -> None:
     env = {**os.environ, "UCX_TLS": transports, "UCX_NET_DEVICES": "lo"}
     ended = processes.run([sys.executable, "-c", AGAIN], env=env, check=True)

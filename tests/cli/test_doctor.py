@@ -154,7 +154,7 @@ def test_a_process_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_transport_that_moves_wrong_bytes_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_TLS", "tcp")  # nothing to ipc
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy")  # nothing to ipc
     monkeypatch.setattr(parts, "_child", lambda *_: {"ok": False, "wrong_layers": [1]})
     found = parts.transport("ipc")
     assert (found.state, found.text) == (ERROR, "part of pdlink: layers [1] arrived wrong")

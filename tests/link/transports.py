@@ -22,6 +22,6 @@ class Transport:
 TRANSPORTS = {
     "ipc": Transport("ipc"),
     "nixl-cma": Transport("nixl"),  # what UCX chooses on one host
-    "nixl-tcp": Transport("nixl", {"UCX_TLS": "tcp"}, owners_may_end=True),
+    "nixl-tcp": Transport("nixl", {"UCX_TLS": "tcp,cuda_copy"}, owners_may_end=True),
     "mooncake-tcp": Transport("mooncake", missing=mooncake_missing),
 }

@@ -94,7 +94,7 @@ class Servers:
             "PDLINK_BACKENDS": "nixl",
             "PDLINK_LOG": "info",
             "PDLINK_LIVENESS_TIMEOUT_S": "5",
-            "UCX_TLS": "tcp",
+            "UCX_TLS": "tcp,cuda_copy",
         }
         log = self._stack.enter_context((self._folder / f"{name}.log").open("ab"))
         return self._stack.enter_context(processes.started(command, env=env, stdout=log, stderr=log))
