@@ -23,7 +23,7 @@ YIELD_EVERY_S = 100e-6
 YIELD_S = 20e-6
 SPIN_S = 100e-6
 """Two polls of one receiver in a row, closer than this: the caller does nothing else."""
-SPIN_WAIT_S = 500e-6
+SPIN_WAIT_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from pdlink.errors import PlanError
 from pdlink.transfer.descriptors import Int64Array
 
-
 CLAIMED, LANDED = 1, 2
+"""What a cell is; 0 before."""
 
 
 class Coverage:
@@ -42,23 +42,21 @@ class Coverage:
 
     def claim(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark `rows` at page positions [start, stop). Raises `PlanError` for a claimed or unknown cell."""
-        self._check(group, rows, start, stop)
-        cells = self._cells[group]
-        block = cells[rows, start:stop]
+        which = self._which(group, rows, start, stop)
+        block = self._cells[group][which, start:stop]
         if bool(block.any()):
-            row, page = (int(one) for one in np.argwhere(block)[0])
+            row, page = (int(one) for one in np.argwhere(self._cells[group][rows, start:stop])[0])
             raise PlanError(f"row {int(rows[row])}, page {start + page} of group {group!r} was published twice")
-        cells[rows, start:stop] = CLAIMED
+        self._cells[group][which, start:stop] = CLAIMED
 
     def land(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
         """Mark claimed cells as arrived. Raises `PlanError` when a cell was not claimed or has landed before."""
-        self._check(group, rows, start, stop)
-        cells = self._cells[group]
-        block = cells[rows, start:stop]
+        which = self._which(group, rows, start, stop)
+        block = self._cells[group][which, start:stop]
         if bool((block != CLAIMED).any()):
             how = "twice" if bool((block == LANDED).any()) else "without being claimed"
             raise PlanError(f"pages [{start}, {stop}) of group {group!r} landed {how}")
-        cells[rows, start:stop] = LANDED
+        self._cells[group][which, start:stop] = LANDED
         self._num_missing -= block.size
 
     def first_unclaimed(self, group: str, rows: Int64Array) -> tuple[int, int] | None:
@@ -78,13 +76,16 @@ class Coverage:
                 return group, row, page
         return None
 
-    def _check(self, group: str, rows: Int64Array, start: int, stop: int) -> None:
-        """Refuse what is no rectangle of known cells. A row named twice would be counted twice."""
+    def _which(self, group: str, rows: Int64Array, start: int, stop: int) -> Int64Array | slice:
+        """`rows` as an index, a slice where they lie together, as those of one owner mostly do. Refuses what is no
+        rectangle of known cells: a row named twice would be counted twice."""
         if group not in self._cells:
             raise PlanError(f"this request has no page group {group!r}")
         num_rows, num_pages = self._cells[group].shape
         if not 0 <= start <= stop <= num_pages:
             raise PlanError(f"pages [{start}, {stop}) are outside the {num_pages} of page group {group!r}")
         known = set(rows.tolist())
-        if len(known) != len(rows) or (known and (min(known) < 0 or max(known) >= num_rows)):
+        low, high = min(known, default=0), max(known, default=-1)
+        if len(known) != len(rows) or low < 0 or high >= num_rows:
             raise PlanError(f"rows {rows.tolist()} are not rows of page group {group!r}, each named once")
+        return slice(low, high + 1) if high - low + 1 == len(known) else rows

@@ -53,8 +53,8 @@ class PageRuns:
         return least, int(self.source.max()) + longest, int(self.destination.max()) + longest
 
     def lie_within(self, num_source: int, num_destination: int) -> bool:
-        """Whether every page is surely one of so many, from 0 on, on its side. Quick; of runs that end at the last page,
-        and are shorter than others, it is not sure."""
+        """Whether every page is surely one of so many, from 0 on, on its side. Quick, and not sure of a run that ends
+        at the last page and is shorter than others."""
         if not self.num_runs:
             return True
         least, source, destination = self._ends

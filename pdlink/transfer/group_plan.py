@@ -27,8 +27,8 @@ MAX_ROW_SETS = 64
 class RowSet:
     """Rows of a page group that are pulled together, with all that is the same for every request.
 
-    `cells` are their (component, layer); `owner` indexes the planner's source that serves them all, -1 where that is not
-    one. `tables` has their addresses by turn, and `landing` how packed pages become pages here, None where pages go
+    `cells` are their (component, layer); `owner` indexes the planner's source that serves them all, -1 where that is
+    not one. `tables` has their addresses by turn, and `landing` how packed pages become pages here, None where pages go
     whole. Each has at least `num_source` pages there and `num_destination` here.
     """
 

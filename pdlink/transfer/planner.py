@@ -153,9 +153,7 @@ class PullPlanner:
         if not all(one.lie_within(known.num_source, known.num_destination) for one in runs):
             check_range("source", source_pages, plan.source_pages[rows], plan, rows, worker_id)
             check_range("destination", destination_pages, plan.destination_pages[rows], plan, rows, "this side")
-        moves = (
-            GroupMove(group, one, table) for one, table in zip(runs, known.tables, strict=True) if one.num_runs
-        )
+        moves = (GroupMove(group, one, table) for one, table in zip(runs, known.tables, strict=True) if one.num_runs)
         return PullBatch(worker_id, tuple(moves))
 
     def _find_rows(self, number: int, group: str, layers: tuple[tuple[str, tuple[int, ...]], ...] | None) -> Int64Array:

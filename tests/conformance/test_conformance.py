@@ -9,7 +9,9 @@ SETUPS = {
     "ipc": Setup("ipc", memory=MemorySource.SHARED, idle_s=0.1, watch_s=0.3),
     "nixl-cma": Setup("nixl", "nixl over cma", idle_s=1.0, watch_s=0.5),
     # UCX over tcp may abort an owner that finds both requests and the end of their connection; see nixl_engine.
-    "nixl-tcp": Setup("nixl", "nixl over tcp", env={"UCX_TLS": "tcp,cuda_copy"}, idle_s=1.0, watch_s=1.0, owners_may_end=True),
+    "nixl-tcp": Setup(
+        "nixl", "nixl over tcp", env={"UCX_TLS": "tcp,cuda_copy"}, idle_s=1.0, watch_s=1.0, owners_may_end=True
+    ),
     "mooncake-tcp": Setup("mooncake", label="mooncake over tcp", fence_timeout_s=5.0),
 }
 MISSING = {"mooncake-tcp": mooncake_missing()}

@@ -108,8 +108,8 @@ def test_containers_run_as_a_user_without_capabilities_and_say_that_they_are_wel
 def lone_rank(rig: Rig) -> Iterator[str]:
     """A small prefill rank with its link in its own process, on a host of its own; the name of its instance."""
     name, address = f"{NAME}-lone", f"{NET}.90"
-    run = ["run", "-d", "--rm", "--name", name, "--network", f"{NAME}_rig", "--ip", address, "-e", "UCX_TLS=tcp,cuda_copy"]
-    run += ["-e", "PDLINK_BACKENDS=mooncake,ipc", "-e", f"PDLINK_BIND_HOST={address}"]
+    run = ["run", "-d", "--rm", "--name", name, "--network", f"{NAME}_rig", "--ip", address]
+    run += ["-e", "UCX_TLS=tcp,cuda_copy", "-e", "PDLINK_BACKENDS=mooncake,ipc", "-e", f"PDLINK_BIND_HOST={address}"]
     serve = ["python", "-m", "pdlink_engines.reference.serve", "prefill", "--rank=0", "--cp=1", "--instance=lone"]
     serve += ["--model=glm-dsa-tiny", f"--http={address}:8100", f"--leader={address}:8200", "--pool-pages=16"]
     rig.docker(*run, rig.inspect("decode", "{{.Config.Image}}"), *serve, "--bootstrap=bootstrap-0:7400")
