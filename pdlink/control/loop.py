@@ -1,8 +1,13 @@
 """Owns the I/O thread of a process: its zmq sockets, its timers, and calls handed to it. It knows no request.
 
-Sockets are touched by this thread alone. Frames arrive parsed; what cannot be parsed is counted and dropped. A handler
-that raises is logged and counted, and the thread lives on; one that raises no mere `Exception` ends it, and then
-whoever asked to be told is told, in time to say goodbye to its peers.
+Frames leave on the thread that sends them: an engine that has published keeps the GIL, and what had to be handed over
+would wait for that. They arrive on the I/O thread, parsed; what cannot be parsed is counted and dropped. A handler that
+raises is logged and counted, and the thread lives on; one that raises no mere `Exception` ends it, and then whoever
+asked to be told is told, in time to say goodbye to its peers.
+
+zmq's sockets may be used by one thread at a time, so that one lock is taken for each use. The I/O thread waits for
+their descriptors instead of them. Such a descriptor tells of news, not of frames: any use of a socket may take that
+news in, and whoever has used it must look whether frames have come with it (zmq_getsockopt(3), ZMQ_FD).
 """
 
 from __future__ import annotations
@@ -10,10 +15,11 @@ from __future__ import annotations
 import logging
 import math
 import os
+import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -43,6 +49,8 @@ ClientHandler: TypeAlias = Callable[[Frame], None]
 MAX_SOCKETS = 16_384
 """A decode process has one for every prefill rank that it pulls from."""
 LONGEST_WAIT_S = 1.0
+MAX_IN_A_ROW = 64
+"""Frames that are read from one socket before others, and timers, have their turn."""
 PART = "control loop"
 POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
 """As numbers: with flags of an enum, each of the library's operations on them makes a new one."""
@@ -93,12 +101,17 @@ class ControlLoop:
         self._max_queued_frames = max_queued_frames
         self._context = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._poller = zmq.Poller()
+        self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller.register(self._wake, zmq.POLLIN)
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._calls: deque[Call] = deque()
         self._timers = Timers()
         self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
+        self._in_use = threading.Lock()
+        """Held for every use of a socket of `_handlers`, and for these two."""
+        self._by_descriptor: dict[int, zmq.Socket[bytes]] = {}
+        self._filled: set[zmq.Socket[bytes]] = set()
+        """Sockets in which frames may lie of which no descriptor tells any more."""
         self._sentry = Sentry(self._socket, self._add, self.events)
         self._woken = False
         """A wake-up is on its way; cleared after it was read and before the calls are run."""
@@ -227,17 +240,29 @@ class ControlLoop:
 
     # --- used by Server and Channel ---------------------------------------------------------------
 
-    def _send_soon(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
-        """From any thread, in the order of calls. On the I/O thread now, unless others wait: a handler does more after
-        it has answered, and its peer need not wait for that."""
-        if self._thread.is_current and not self._calls:
-            self._send_all(socket, messages)
-        else:
-            self.call_soon(partial(self._send_all, socket, messages))
-
     def _send_all(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
-        for parts in messages:
-            self._send(socket, parts)
+        """From any thread, in the order of calls. It never blocks."""
+        with self._in_use:
+            for parts in messages:
+                self._send(socket, parts)
+            has_frames = self._has_frames(socket)
+            if has_frames:
+                self._filled.add(socket)
+        if has_frames and not self._thread.is_current:
+            self._rouse()
+
+    def _has_frames(self, socket: zmq.Socket[bytes]) -> bool:
+        """To be asked under `_in_use`, after each use of a socket. Raises nothing: what is wrong shows when it is read."""
+        try:
+            return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
+        except zmq.ZMQError:
+            return True
+
+    def _rouse(self) -> None:
+        with self._lock:
+            if not self._closed and not self._woken:
+                self._woken = True
+                os.eventfd_write(self._wake, 1)
 
     def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
         try:
@@ -249,12 +274,17 @@ class ControlLoop:
             log.debug("control frame dropped: %s", error)
 
     def _remove(self, socket: zmq.Socket[bytes]) -> None:
-        monitor = self._sentry.forget(socket)
+        with self._in_use:
+            monitor = self._sentry.forget(socket)
         if monitor:
             self._remove(monitor)
         if self._handlers.pop(socket, None):
-            self._poller.unregister(socket)
-            socket.close(100)
+            with self._in_use:
+                descriptor = int(socket.getsockopt(zmq.FD))
+                self._epoll.unregister(descriptor)
+                del self._by_descriptor[descriptor]
+                self._filled.discard(socket)
+                socket.close(100)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         with self._lock:
@@ -282,7 +312,11 @@ class ControlLoop:
     def _add(self, socket: zmq.Socket[bytes], on_parts: Callable[[list[bytes]], None]) -> None:
         def add() -> None:
             self._handlers[socket] = on_parts
-            self._poller.register(socket, zmq.POLLIN)
+            with self._in_use:
+                descriptor = int(socket.getsockopt(zmq.FD))
+                self._by_descriptor[descriptor] = socket
+                self._epoll.register(descriptor, select.EPOLLIN)
+                self._filled.add(socket)  # what has come before, nobody was told of
 
         self.call_soon(add)
 
@@ -290,12 +324,12 @@ class ControlLoop:
 
     def _run(self) -> None:
         while self._running:
-            for socket, _ in self._poller.poll(self._wait_ms()):
-                if socket == self._wake:
-                    os.eventfd_read(self._wake)
-                    self._woken = False
-                else:
-                    self._receive(socket)
+            told = [descriptor for descriptor, _ in self._epoll.poll(self._wait_ms() / 1000)]
+            if self._wake in told:
+                os.eventfd_read(self._wake)
+                self._woken = False
+            for socket in self._to_look_at(told):
+                self._receive(socket)
             self._run_calls()
             for call in self._timers.pop_due(self.clock()):
                 self._guard(call)
@@ -334,19 +368,30 @@ class ControlLoop:
         with self._lock:
             self._closed = True
             self._running = False
-        self._context.destroy(linger=self._linger_ms)
+        with self._in_use:
+            self._context.destroy(linger=self._linger_ms)
+        self._epoll.close()
         os.close(self._wake)
         for held in (self._handlers, self._calls, self._timers):
             held.clear()
 
+    def _to_look_at(self, told: Iterable[int]) -> list[zmq.Socket[bytes]]:
+        with self._in_use:
+            filled, self._filled = self._filled, set()
+            filled.update(self._by_descriptor[one] for one in told if one in self._by_descriptor)
+        return list(filled)
+
     def _wait_ms(self) -> int:
-        return 0 if self._calls else math.ceil(self._timers.wait_s(self.clock(), LONGEST_WAIT_S) * 1000)
+        return 0 if self._calls or self._filled else math.ceil(self._timers.wait_s(self.clock(), LONGEST_WAIT_S) * 1000)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
         handler = self._handlers.get(socket)
-        for _ in range(64):  # a flood on one socket must not starve the timers
+        for _ in range(MAX_IN_A_ROW):
             try:
-                parts = socket.recv_multipart(NOBLOCK)
+                with self._in_use:
+                    if not self._has_frames(socket):
+                        return
+                    parts = socket.recv_multipart(NOBLOCK)
             except zmq.Again:
                 return
             except zmq.ZMQError:  # a broken socket must not take the thread, and with it every other socket, along
@@ -356,8 +401,8 @@ class ControlLoop:
                 return
             if handler:
                 self._guard(partial(handler, parts))
-            if socket.closed or not int(socket.getsockopt(zmq.EVENTS)) & POLLIN:
-                return  # cheaper than to be told by a second receive, which would give the GIL away once more
+        with self._in_use:
+            self._filled.add(socket)
 
     def _guard(self, call: Call) -> None:
         try:
@@ -392,7 +437,7 @@ class Server:
         self.address = address
 
     def send(self, route: Route, frame: Frame) -> None:
-        self._loop._send_soon(self._socket, [[route, encode(frame)]])
+        self._loop._send_all(self._socket, [[route, encode(frame)]])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))
@@ -407,8 +452,8 @@ class Channel:
         self.address = address
 
     def send(self, *frames: Frame) -> None:
-        """Send frames in their order. Several at once wake the I/O thread once, which is what a frame mostly costs."""
-        self._loop._send_soon(self._socket, [[encode(frame)] for frame in frames])
+        """Send frames in their order."""
+        self._loop._send_all(self._socket, [[encode(frame)] for frame in frames])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))

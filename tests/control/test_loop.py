@@ -1,6 +1,7 @@
 import random
 import socket
 import threading
+import time
 
 import pytest
 import zmq
@@ -210,3 +211,69 @@ def test_a_socket_that_breaks_is_closed_and_the_others_go_on(loop, monkeypatch):
     assert broken_box.is_empty
     assert loop.counters.handler_errors == 1
     assert loop.is_alive
+
+
+@pytest.mark.parametrize("sender", ["another thread", "a call"])
+def test_a_frame_that_came_right_before_another_was_sent_waits_for_nothing(loop, monkeypatch, sender):
+    """Whoever uses a socket takes in the news that frames have come; the thread that reads them must hear of it."""
+    monkeypatch.setattr("pdlink.control.loop.LONGEST_WAIT_S", 10 * TIMEOUT_S)
+    other = ControlLoop().start()
+    try:
+        inbox, outbox, is_busy, may_go = Box(), Box(), threading.Event(), threading.Event()
+        server = other.bind(ANY, inbox)
+        channel = loop.connect(server.address, outbox)
+        channel.send(ping(1))
+        route, _ = inbox.take()
+        flush(loop)
+
+        def keep_busy():
+            is_busy.set()
+            may_go.wait(TIMEOUT_S)
+            if sender == "a call":
+                channel.send(ping(3))
+
+        loop.call_soon(keep_busy)
+        is_busy.wait(TIMEOUT_S)
+        server.send(route, ping(2))
+        time.sleep(0.3)  # until it has come; nothing tells of that
+        if sender == "another thread":
+            channel.send(ping(3))
+        may_go.set()
+        assert outbox.take() == (ping(2),)
+        assert inbox.take()[1] == ping(3)
+    finally:
+        may_go.set()
+        other.close()
+
+
+def test_frames_of_many_threads_at_once_all_arrive(monkeypatch):
+    monkeypatch.setattr("pdlink.control.loop.LONGEST_WAIT_S", 10 * TIMEOUT_S)
+    num_threads, num_frames = 3, 400
+    here, there = ControlLoop(max_queued_frames=10**6).start(), ControlLoop(max_queued_frames=10**6).start()
+    try:
+        heard, outbox = Box(), Box()
+        aside = here.connect(there.bind(ANY, heard).address, Box())
+        server = there.bind(ANY, lambda route, frame: (server.send(route, frame), heard(route, frame)))
+        channel = here.connect(server.address, lambda frame: (aside.send(frame), outbox(frame)))
+        channel.send(ping(1))
+        route, _ = heard.take()
+
+        def flood(send):
+            for nonce in range(num_frames):
+                send(ping(nonce + 2))
+
+        sending = [channel.send] * num_threads + [lambda frame: server.send(route, frame)] * num_threads
+        threads = [threading.Thread(target=flood, args=(send,)) for send in sending]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        one_way = num_threads * num_frames
+        for _ in range(1 + 2 * one_way):  # echoes of what went there, and what was sent from there unasked
+            outbox.take()
+        for _ in range(one_way + 1 + 2 * one_way):  # what went there, and what its echoes sent aside
+            heard.take()
+        assert (here.counters.dropped, there.counters.dropped) == (0, 0)
+    finally:
+        here.close()
+        there.close()
