@@ -52,6 +52,7 @@ def cases(device: str) -> list[Case]:
             *(("nixl", "cma", "direct", scattered) for scattered in (True, False)),
             *(("nixl", "tcp", "direct", scattered) for scattered in (True, False)),
             *(("mooncake", "tcp", "direct", scattered) for scattered in (True, False)),
+            ("mooncake", "tcp", "staged", True),
         )
     return [
         Case(backend, transport, way, nbytes, pages, layers, scattered, device)

@@ -252,7 +252,7 @@ class ControlLoop:
             self._rouse()
 
     def _has_frames(self, socket: zmq.Socket[bytes]) -> bool:
-        """To be asked under `_in_use`, after each use of a socket. Raises nothing: what is wrong shows when it is read."""
+        """To be asked under `_in_use`, after each use of a socket. What is wrong with one shows when it is read."""
         try:
             return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
         except zmq.ZMQError:

@@ -52,8 +52,8 @@ class Pace:
 
 
 PACES = {
-    # On the wire, the next piece waits there when one ends.
-    MemoryKind.HOST: Pace(2, 4, 1 << 20),
+    # One is packed and one is unpacked, and on the wire the next one waits when one ends.
+    MemoryKind.HOST: Pace(4, 4, 1 << 20, 4),
     # What a piece costs beside its bytes takes as long as some 30 MB between two devices. Their copies follow each
     # other without this process: whatever is packed waits there, all of it over within milliseconds.
     MemoryKind.CUDA: Pace(4, 4, 32 << 20, 4, 10e-6),
