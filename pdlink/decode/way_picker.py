@@ -5,9 +5,7 @@ whoever listens. The rule itself is in `transfer/ways.py`, the measuring in `cal
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
-from functools import cache
 
 from pdlink.backends.base import Backend
 from pdlink.backends.copiers import Copier, open_copier
@@ -31,9 +29,6 @@ log = logging.getLogger("pdlink.decode")
 
 ALIKE = 2
 """A request of fewer than the bytes of the newest pull by this factor may move by another way."""
-CORES_TO_OVERLAP = 8
-"""Packing, unpacking and the two ends of a wire keep one each, all on one host where both sides are; the rest is the
-engines'."""
 LEAST_DESCRIPTORS = 16
 """Fewer are never worth a measurement, let alone packing."""
 
@@ -189,7 +184,7 @@ class WayPicker:
 
     def _copies(self) -> CopyCost:
         on_device = self.staging is not None and self.staging.arena.area.memory is MemoryKind.CUDA
-        return DEVICE_COPY if on_device else replace(HOST_COPY, overlaps=_num_cores() >= CORES_TO_OVERLAP)
+        return DEVICE_COPY if on_device else HOST_COPY
 
     def _num_pieces(self, pull: Pull) -> int | None:
         assert self.staging is not None
@@ -197,12 +192,6 @@ class WayPicker:
             return len(self.staging.cut(pull).pieces)
         except PlanError:
             return None
-
-
-@cache
-def _num_cores() -> int:
-    """That this process may use. Those of an owner on another host are taken for alike."""
-    return len(os.sched_getaffinity(0))
 
 
 def _row_bytes(pull: Pull) -> int:

@@ -11,20 +11,18 @@ PIECE_S = 300e-6
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """What packing or unpacking takes: the bytes, and one more run of pages. `overlaps`: one piece is packed while
-    another is on the wire and a third is unpacked; else all of these wait for the same cores."""
+    """What packing or unpacking takes: the bytes, and one more run of pages."""
 
     bytes_per_s: float
     row_s: float
-    overlaps: bool
 
     def seconds(self, num_descriptors: int, nbytes: int) -> float:
         return num_descriptors * self.row_s + nbytes / self.bytes_per_s
 
 
-HOST_COPY = CopyCost(4e9, 1e-6, overlaps=False)
+HOST_COPY = CopyCost(4e9, 1e-6)
 """One core between host addresses, page by page."""
-DEVICE_COPY = CopyCost(1e12, 5e-9, overlaps=True)
+DEVICE_COPY = CopyCost(1e12, 5e-9)
 """A kernel within the memory of one device, which reads page ids from a table."""
 
 
@@ -82,11 +80,8 @@ def choose_way(
     direct = Way.MAPPED if cost.gathers else Way.DIRECT
     staged_s = None
     if not obstacle and load.num_pieces is not None:
-        copy_s, talk_s = copies.seconds(load.num_descriptors, load.nbytes), load.num_pieces * PIECE_S
-        stages = (talk_s, copy_s, cost.seconds(load.num_pieces, load.nbytes), copy_s)
-        staged_s = sum(stages)
-        if copies.overlaps:  # the longest, and before and after it one piece of each of the others
-            staged_s = max(stages) + (staged_s - max(stages)) / load.num_pieces
+        copies_s = 2 * copies.seconds(load.num_descriptors, load.nbytes)
+        staged_s = cost.seconds(load.num_pieces, load.nbytes) + copies_s + load.num_pieces * PIECE_S
     if asked == Way.DIRECT:
         return WayChoice(direct, "PDLINK_WAY=direct", direct_s, staged_s)
     if asked == Way.STAGED and staged_s is not None:

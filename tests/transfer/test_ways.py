@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdlink.transfer.ways import DEVICE_COPY, HOST_COPY, PIECE_S, Way, WireCost, Workload, choose_way
+from pdlink.transfer.ways import DEVICE_COPY, HOST_COPY, Way, WireCost, Workload, choose_way
 
 NVLINK = WireCost(9e-6, 300e9)
 SCATTERED = Workload(64 << 20, 20_000, 8)
@@ -71,33 +69,6 @@ def test_a_page_that_fits_no_slot_makes_it_direct_and_is_named(asked: str) -> No
     choice = choose_way(asked, Workload(1 << 20, 100_000, None), NVLINK)
     assert choice.way is Way.DIRECT
     assert "does not fit a staging slot" in choice.reason
-
-
-def test_pieces_that_overlap_take_as_long_as_their_longest_stage_and_a_piece_of_the_others() -> None:
-    load, cost = Workload(64 << 20, 1024, 8), WireCost(8e-6, 4e9)
-    apart = choose_way("auto", load, cost, copies=HOST_COPY).staged_s
-    beside = choose_way("auto", load, cost, copies=replace(HOST_COPY, overlaps=True))
-    assert apart is not None
-    assert beside.staged_s is not None
-    copy_s, wire_s, talk_s = HOST_COPY.seconds(1024, 64 << 20), cost.seconds(8, 64 << 20), 8 * PIECE_S
-    assert apart == pytest.approx(2 * copy_s + wire_s + talk_s)
-    assert beside.staged_s == pytest.approx(copy_s + (copy_s + wire_s + talk_s) / 8)
-    assert beside.way is Way.STAGED
-
-
-@given(st.integers(1, 1 << 34), st.integers(1, 1 << 20), st.integers(1, 4096), st.floats(0, 1e-3), st.floats(1e6, 1e12))
-def test_overlap_never_takes_longer_and_one_piece_has_nothing_to_overlap_with(
-    nbytes: int, num_descriptors: int, num_pieces: int, each_s: float, rate: float
-) -> None:
-    load, cost = Workload(nbytes, num_descriptors, num_pieces), WireCost(each_s, rate)
-    apart, beside = (
-        choose_way("auto", load, cost, copies=replace(HOST_COPY, overlaps=how)).staged_s for how in (False, True)
-    )
-    assert apart is not None
-    assert beside is not None
-    assert beside <= apart * (1 + 1e-9)
-    if num_pieces == 1:
-        assert beside == pytest.approx(apart)
 
 
 def test_packing_in_device_memory_pays_where_packing_in_host_memory_would_not() -> None:
