@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -73,13 +74,22 @@ does not hear them waits for much longer."""
 
 @dataclass(slots=True)
 class LoopCounters:
-    """What the loop has seen. Written by the I/O thread only; read by anyone."""
+    """What the loop has seen. `sent` and `dropped` are written by whoever sends, one at a time, and the others by the
+    I/O thread; read by anyone."""
 
     received: int = 0
     sent: int = 0
     malformed: int = 0
     dropped: int = 0
     handler_errors: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Handled:
+    """A socket's handler, and the descriptor that tells of its news."""
+
+    on_parts: Callable[[list[bytes]], None]
+    descriptor: int
 
 
 class ControlLoop:
@@ -106,9 +116,11 @@ class ControlLoop:
         self._epoll.register(self._wake, select.EPOLLIN)
         self._calls: deque[Call] = deque()
         self._timers = Timers()
-        self._handlers: dict[zmq.Socket[bytes], Callable[[list[bytes]], None]] = {}
+        self._handlers: dict[zmq.Socket[bytes], _Handled] = {}
         self._in_use = threading.Lock()
-        """Held for every use of a socket of `_handlers`, and for these two."""
+        """Held for every use of a socket, and for the three that follow."""
+        self._gone = False
+        """No socket may be used any more but by the thread that closes them."""
         self._by_descriptor: dict[int, zmq.Socket[bytes]] = {}
         self._filled: set[zmq.Socket[bytes]] = set()
         """Sockets in which frames may lie of which no descriptor tells any more."""
@@ -242,12 +254,18 @@ class ControlLoop:
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
         """From any thread, in the order of calls. It never blocks."""
+        has_frames = False
         with self._in_use:
-            for parts in messages:
-                self._send(socket, parts)
-            has_frames = self._has_frames(socket)
-            if has_frames:
-                self._filled.add(socket)
+            if self._gone:
+                self.counters.dropped += len(messages)
+                return
+            try:
+                for parts in messages:
+                    self._send(socket, parts)
+            finally:
+                has_frames = self._has_frames(socket)
+                if has_frames:
+                    self._filled.add(socket)
         if has_frames and not self._thread.is_current:
             self._rouse()
 
@@ -272,17 +290,21 @@ class ControlLoop:
             # A full queue or a vanished route loses the frame; every frame that matters is repeated.
             self.counters.dropped += 1
             log.debug("control frame dropped: %s", error)
+        except BaseException:  # a signal's, on an engine's thread: what was begun must not swallow the next message
+            if len(parts) > 1:
+                with suppress(zmq.ZMQError):
+                    socket.send(b"", NOBLOCK)
+            raise
 
     def _remove(self, socket: zmq.Socket[bytes]) -> None:
         with self._in_use:
             monitor = self._sentry.forget(socket)
         if monitor:
             self._remove(monitor)
-        if self._handlers.pop(socket, None):
+        if handled := self._handlers.pop(socket, None):
             with self._in_use:
-                descriptor = int(socket.getsockopt(zmq.FD))
-                self._epoll.unregister(descriptor)
-                del self._by_descriptor[descriptor]
+                self._epoll.unregister(handled.descriptor)
+                del self._by_descriptor[handled.descriptor]
                 self._filled.discard(socket)
                 socket.close(100)
 
@@ -311,9 +333,9 @@ class ControlLoop:
 
     def _add(self, socket: zmq.Socket[bytes], on_parts: Callable[[list[bytes]], None]) -> None:
         def add() -> None:
-            self._handlers[socket] = on_parts
             with self._in_use:
                 descriptor = int(socket.getsockopt(zmq.FD))
+                self._handlers[socket] = _Handled(on_parts, descriptor)
                 self._by_descriptor[descriptor] = socket
                 self._epoll.register(descriptor, select.EPOLLIN)
                 self._filled.add(socket)  # what has come before, nobody was told of
@@ -368,8 +390,9 @@ class ControlLoop:
         with self._lock:
             self._closed = True
             self._running = False
-        with self._in_use:
-            self._context.destroy(linger=self._linger_ms)
+        with self._in_use:  # not while the last frames leave, which may take a while
+            self._gone = True
+        self._context.destroy(linger=self._linger_ms)
         self._epoll.close()
         os.close(self._wake)
         for held in (self._handlers, self._calls, self._timers):
@@ -385,7 +408,9 @@ class ControlLoop:
         return 0 if self._calls or self._filled else math.ceil(self._timers.wait_s(self.clock(), LONGEST_WAIT_S) * 1000)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        handler = self._handlers.get(socket)
+        handled = self._handlers.get(socket)
+        if handled is None:  # to come, and looked at then; or gone
+            return
         for _ in range(MAX_IN_A_ROW):
             try:
                 with self._in_use:
@@ -399,8 +424,7 @@ class ControlLoop:
                 log.exception("a control socket failed and was closed")
                 self._remove(socket)
                 return
-            if handler:
-                self._guard(partial(handler, parts))
+            self._guard(partial(handled.on_parts, parts))
         with self._in_use:
             self._filled.add(socket)
 

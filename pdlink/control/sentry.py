@@ -94,7 +94,8 @@ class Sentry:
             return None
         with self._lock:
             self._posts = {one: kept for one, kept in self._posts.items() if one is not socket}
-        socket.disable_monitor()
+        with contextlib.suppress(zmq.ZMQError):  # of a socket that has failed
+            socket.disable_monitor()
         return post.monitor
 
     def _on_question(self, parts: list[bytes]) -> None:

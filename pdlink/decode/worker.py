@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ class DecodeWorker:
         self._lock = threading.RLock()
         self._live: dict[tuple[str, int], Live] = {}
         self._newest: dict[str, Live] = {}
-        self._unreported: deque[Live] = deque()
+        self._unreported: list[Live] = []
         self._closed = False
         self._quiet = True
         for region in self._facts.regions:
@@ -440,8 +440,12 @@ class DecodeWorker:
 
     def _report_all(self) -> None:
         with self._lock:
-            while self._unreported:
-                self._report(self._unreported.popleft())
+            ended, self._unreported = self._unreported, []
+            for live in ended:
+                try:
+                    self._report(live)
+                except Exception:  # what the engine's own handlers of the log raise keeps nobody else from being told
+                    log.exception("the end of transfer %s could not be told", live.receiver.transfer_id)
 
     def _report(self, live: Live) -> None:
         merge = live.merge

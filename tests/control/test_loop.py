@@ -1,5 +1,6 @@
 import random
 import socket
+import sys
 import threading
 import time
 
@@ -192,17 +193,21 @@ def test_an_answer_to_nobody_is_dropped_and_counted(loop):
     assert loop.is_alive
 
 
+def _breaking(call, broken):
+    def break_one(socket, *arguments, **options):
+        if socket is broken:
+            raise zmq.ZMQError(zmq.ENOTSOCK)
+        return call(socket, *arguments, **options)
+
+    return break_one
+
+
 def test_a_socket_that_breaks_is_closed_and_the_others_go_on(loop, monkeypatch):
     broken_box, good_box = Box(), Box()
     broken, good = loop.bind(ANY, broken_box), loop.bind(ANY, good_box)
-    receive = zmq.Socket.recv_multipart
-
-    def break_one(socket: zmq.Socket, *arguments: object, **options: object) -> list[bytes]:
-        if socket is broken._socket:
-            raise zmq.ZMQError(zmq.ENOTSOCK)
-        return receive(socket, *arguments, **options)
-
-    monkeypatch.setattr(zmq.Socket, "recv_multipart", break_one)
+    flush(loop)
+    for name in ("recv_multipart", "send_multipart", "getsockopt", "disable_monitor"):
+        monkeypatch.setattr(zmq.Socket, name, _breaking(getattr(zmq.Socket, name), broken._socket))
     loop.connect(broken.address, Box()).send(ping(1))
     assert passes(good, good_box, loop.connect(good.address, Box()), 2)
     while not broken._socket.closed:
@@ -211,6 +216,65 @@ def test_a_socket_that_breaks_is_closed_and_the_others_go_on(loop, monkeypatch):
     assert broken_box.is_empty
     assert loop.counters.handler_errors == 1
     assert loop.is_alive
+
+
+def test_an_answer_to_a_channel_that_the_thread_does_not_know_yet_is_not_lost(loop):
+    other, outbox, is_busy, may_go = ControlLoop().start(), Box(), threading.Event(), threading.Event()
+    try:
+        server = other.bind(ANY, lambda route, frame: server.send(route, frame))
+        loop.call_soon(lambda: (is_busy.set(), may_go.wait(TIMEOUT_S)))
+        is_busy.wait(TIMEOUT_S)
+        channel = loop.connect(server.address, outbox)
+        channel.send(ping(1))
+        time.sleep(0.3)  # until its answer is there, which the next use of the socket takes note of
+        channel.send(ping(2))
+        may_go.set()
+        assert [outbox.take() for _ in range(2)] == [(ping(1),), (ping(2),)]
+    finally:
+        may_go.set()
+        other.close()
+
+
+def test_nobody_who_sends_waits_while_a_dying_loop_says_goodbye(monkeypatch):
+    monkeypatch.setattr("pdlink.control.loop.GOODBYE_MS", 20_000)
+    loop, is_closing = ControlLoop().start(), threading.Event()
+    with held_port() as nobody:
+        channel = loop.connect(Address("127.0.0.1", nobody), Box())
+        channel.send(ping(1))
+        destroy = loop._context.destroy
+        monkeypatch.setattr(loop._context, "destroy", lambda linger: (is_closing.set(), destroy(linger=linger)))
+        loop.call_soon(sys.exit)
+        assert is_closing.wait(TIMEOUT_S)
+        sending = threading.Thread(target=channel.send, args=(ping(2),))
+        sending.start()
+        sending.join(10)
+        assert not sending.is_alive()
+        assert loop.counters.dropped == 1
+
+
+def test_a_signal_that_interrupts_a_message_does_not_mix_it_with_the_next(loop, monkeypatch):
+    heard, outboxes, routes = Box(), [Box(), Box()], []
+    server = loop.bind(ANY, heard)
+    for outbox in outboxes:
+        loop.connect(server.address, outbox).send(ping(1))
+        routes.append(heard.take()[0])
+    whole = zmq.Socket.send
+
+    def interrupted(socket, data, *arguments, **options):
+        whole(socket, data, *arguments, **options)
+        if data == routes[0]:
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(zmq.Socket, "send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        server.send(routes[0], ping(2))
+    server.send(routes[1], ping(3))
+    server.send(routes[0], ping(4))
+    assert outboxes[1].take() == (ping(3),)
+    assert outboxes[0].take() == (ping(4),)
+    flush(loop)
+    assert loop.counters.malformed == 1
 
 
 @pytest.mark.parametrize("sender", ["another thread", "a call"])

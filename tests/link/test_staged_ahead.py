@@ -15,6 +15,8 @@ import pytest
 from pdlink.control.frames import Credit, Frame, Ready, Stage, Staged, Subscribe
 from pdlink.decode import live, way_picker
 from pdlink.decode.receiver import Receiver
+from pdlink.decode.staging_link import PACES
+from pdlink.layout.regions import MemoryKind
 from pdlink.prefill.sender import Sender
 from pdlink.transfer.ahead import ahead_ticket, is_ahead
 from pdlink.transfer.states import ReceiverState, SenderState
@@ -40,7 +42,7 @@ pytestmark = pytest.mark.backend("ipc")
 
 BodyT = TypeVar("BodyT")
 DEPTH = 2
-"""Pieces that a reader in host memory lets be staged unasked."""
+"""Pieces that are staged unasked here: as many as an owner has slots."""
 
 
 @pytest.fixture
@@ -218,9 +220,13 @@ def test_a_reader_without_a_slot_of_its_own_holds_none_of_the_owners(pair: Pair)
     assert_slots_back([pair.decode.node, pair.owner.node])
 
 
-def test_a_pull_that_waits_its_turn_holds_none_of_the_owners_slots(site: Site, stack: contextlib.ExitStack) -> None:
+def test_a_pull_that_waits_its_turn_holds_none_of_the_owners_slots(
+    site: Site, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The one in front of it may need them."""
-    pair = Pair(site, stack, staging_slots=4)
+    pace = dataclasses.replace(PACES[MemoryKind.HOST], depth=DEPTH)
+    monkeypatch.setitem(PACES, MemoryKind.HOST, pace)
+    pair = Pair(site, stack, staging_slots=2 * DEPTH)
     (first, pages), (second, others) = pair.open("a"), pair.open("b")
     one, two = pair.receive("a"), pair.receive("b")
     pair.gate.open.clear()

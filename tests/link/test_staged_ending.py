@@ -331,7 +331,8 @@ def test_a_reader_that_dies_with_packed_pieces_loses_them_in_bounded_time(
         proxy.to_prefill = proxy.to_decode = lambda frame: ()
     assert_all(senders, SenderState.ABORTED)
     for sender in senders:
-        with pytest.raises(TransferFailed, match=r"kept staging slot.*PDLINK_STAGING_TIMEOUT_S"):
+        # Whichever of the two is seen first: a packed piece that stays where it is, or one that waits for its slot.
+        with pytest.raises(TransferFailed, match=r"(kept staging slot|slots came free).*PDLINK_STAGING_TIMEOUT_S"):
             sender.raise_failure()
     assert_slots_back([owner.node for owner in owners])
     gate.open.set()
