@@ -119,6 +119,8 @@ class ControlLoop:
         self._handlers: dict[zmq.Socket[bytes], _Handled] = {}
         self._in_use = threading.Lock()
         """Held for every use of a socket, and for the three that follow."""
+        self._sends = 0
+        """The thread that sends now."""
         self._gone = False
         """No socket may be used any more but by the thread that closes them."""
         self._by_descriptor: dict[int, zmq.Socket[bytes]] = {}
@@ -129,7 +131,8 @@ class ControlLoop:
         """A wake-up is on its way; cleared after it was read and before the calls are run."""
         self._running = False
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        """Handlers of signals may come in the middle of a call."""
         self._mourners: list[OnDeath] = []
         self._linger_ms = 0
         self._log = SparseLog(log, clock)
@@ -254,18 +257,23 @@ class ControlLoop:
 
     def _send_all(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
         """From any thread, in the order of calls. It never blocks."""
+        if self._sends == threading.get_ident():  # a signal's handler, in the middle of what this thread sends
+            self.call_soon(partial(self._send_all, socket, messages))
+            return
         has_frames = False
         with self._in_use:
             if self._gone:
                 self.counters.dropped += len(messages)
                 return
             try:
+                self._sends = threading.get_ident()
                 for parts in messages:
                     self._send(socket, parts)
             finally:
                 has_frames = self._has_frames(socket)
                 if has_frames:
                     self._filled.add(socket)
+                self._sends = 0
         if has_frames and not self._thread.is_current:
             self._rouse()
 
@@ -395,7 +403,7 @@ class ControlLoop:
         self._context.destroy(linger=self._linger_ms)
         self._epoll.close()
         os.close(self._wake)
-        for held in (self._handlers, self._calls, self._timers):
+        for held in (self._handlers, self._by_descriptor, self._filled, self._calls, self._timers):
             held.clear()
 
     def _to_look_at(self, told: Iterable[int]) -> list[zmq.Socket[bytes]]:

@@ -277,6 +277,30 @@ def test_a_signal_that_interrupts_a_message_does_not_mix_it_with_the_next(loop, 
     assert loop.counters.malformed == 1
 
 
+def test_a_signals_handler_that_sends_in_the_middle_of_a_send_mixes_nothing_and_waits_for_nothing(loop, monkeypatch):
+    heard, outboxes, routes = Box(), [Box(), Box()], []
+    server = loop.bind(ANY, heard)
+    for outbox in outboxes:
+        loop.connect(server.address, outbox).send(ping(1))
+        routes.append(heard.take()[0])
+    whole = zmq.Socket.send
+
+    def interrupted(socket, data, *arguments, **options):
+        whole(socket, data, *arguments, **options)
+        if data == routes[0]:
+            monkeypatch.undo()
+            server.send(routes[1], ping(3))
+
+    monkeypatch.setattr(zmq.Socket, "send", interrupted)
+    sending = threading.Thread(target=server.send, args=(routes[0], ping(2)))
+    sending.start()
+    sending.join(TIMEOUT_S)
+    assert not sending.is_alive()
+    assert [outbox.take() for outbox in outboxes] == [(ping(2),), (ping(3),)]
+    flush(loop)
+    assert loop.counters.malformed == 0
+
+
 @pytest.mark.parametrize("sender", ["another thread", "a call"])
 def test_a_frame_that_came_right_before_another_was_sent_waits_for_nothing(loop, monkeypatch, sender):
     """Whoever uses a socket takes in the news that frames have come; the thread that reads them must hear of it."""
