@@ -1,27 +1,20 @@
-"""Owns the I/O thread of a process: its zmq sockets, its timers, and calls handed to it. It knows no request.
+"""Owns the I/O thread of a process: its timers, calls handed to it, and what becomes of frames that arrive. It knows no
+request, and the sockets are in `sockets`.
 
 Frames leave on the thread that sends them: an engine that has published keeps the GIL, and what had to be handed over
 would wait for that. They arrive on the I/O thread, parsed; what cannot be parsed is counted and dropped. A handler that
 raises is logged and counted, and the thread lives on; one that raises no mere `Exception` ends it, and then whoever
 asked to be told is told, in time to say goodbye to its peers.
-
-zmq's sockets may be used by one thread at a time, so that one lock is taken for each use. The I/O thread waits for
-their descriptors instead of them. Such a descriptor tells of news, not of frames: any use of a socket may take that
-news in, and whoever has used it must look whether frames have come with it (zmq_getsockopt(3), ZMQ_FD).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -32,9 +25,10 @@ from pdlink.bootstrap.control_keys import ControlKeys
 from pdlink.control.curve import ServerKeys, secure_client
 from pdlink.control.frames import Frame
 from pdlink.control.sentry import Sentry
+from pdlink.control.sockets import LoopCounters, Sockets
 from pdlink.control.timers import Call, Timer, Timers
 from pdlink.control.wire import decode, encode
-from pdlink.errors import FrameError, InvalidInput, LimitReached, PartDead, StateError
+from pdlink.errors import FrameError, InvalidInput, PartDead, StateError
 from pdlink.events import Events
 from pdlink.sparse_log import SparseLog
 from pdlink.threads import Death, OnDeath, SupervisedThread
@@ -46,50 +40,19 @@ Route: TypeAlias = bytes
 """The identity of a DEALER as its ROUTER sees it; a reconnect changes it."""
 ServerHandler: TypeAlias = Callable[[Route, Frame], None]
 ClientHandler: TypeAlias = Callable[[Frame], None]
+OnParts: TypeAlias = Callable[[list[bytes]], None]
 
-MAX_SOCKETS = 16_384
-"""A decode process has one for every prefill rank that it pulls from."""
 LONGEST_WAIT_S = 1.0
 MAX_IN_A_ROW = 64
 """Frames that are read from one socket before others, and timers, have their turn."""
 PART = "control loop"
-POLLIN, NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
-"""As numbers: with flags of an enum, each of the library's operations on them makes a new one."""
 MAX_REQUEST_BYTES = 1 << 20
 """Largest frame to a prefill rank: what decode says has no page lists, so that it is short."""
 BACKLOG = 4096
 """Peers that may connect at once; the kernel's own limit (net.core.somaxconn) may be lower."""
-HANDSHAKE_TIMEOUT_MS = 5000
-KEEPALIVE = (
-    (zmq.TCP_KEEPALIVE, 1),
-    (zmq.TCP_KEEPALIVE_IDLE, 60),
-    (zmq.TCP_KEEPALIVE_INTVL, 10),
-    (zmq.TCP_KEEPALIVE_CNT, 3),
-)
-"""A connection that is silent for 60 s is asked every 10 s, and ends without three answers."""
 GOODBYE_MS = 2000
 """How long a loop that dies waits at most for its last frames to leave: a busy machine needs a while, and a peer that
 does not hear them waits for much longer."""
-
-
-@dataclass(slots=True)
-class LoopCounters:
-    """What the loop has seen. `sent` and `dropped` are written by whoever sends, one at a time, and the others by the
-    I/O thread; read by anyone."""
-
-    received: int = 0
-    sent: int = 0
-    malformed: int = 0
-    dropped: int = 0
-    handler_errors: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Handled:
-    """A socket's handler, and the descriptor that tells of its news."""
-
-    on_parts: Callable[[list[bytes]], None]
-    descriptor: int
 
 
 class ControlLoop:
@@ -109,24 +72,12 @@ class ControlLoop:
         self.counters = LoopCounters()
         self._max_frame_bytes = max_frame_bytes
         self._max_queued_frames = max_queued_frames
-        self._context = zmq.Context(io_threads=1)
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._sockets = Sockets(max_frame_bytes, max_queued_frames, self.counters, self._wake)
         self._calls: deque[Call] = deque()
         self._timers = Timers()
-        self._handlers: dict[zmq.Socket[bytes], _Handled] = {}
-        self._in_use = threading.Lock()
-        """Held for every use of a socket, and for the three that follow."""
-        self._sends = 0
-        """The thread that sends now."""
-        self._gone = False
-        """No socket may be used any more but by the thread that closes them."""
-        self._by_descriptor: dict[int, zmq.Socket[bytes]] = {}
-        self._filled: set[zmq.Socket[bytes]] = set()
-        """Sockets in which frames may lie of which no descriptor tells any more."""
-        self._sentry = Sentry(self._socket, self._add, self.events)
+        self._handlers: dict[zmq.Socket[bytes], OnParts] = {}
+        self._sentry = Sentry(self._open, self._add, self.events)
         self._woken = False
         """A wake-up is on its way; cleared after it was read and before the calls are run."""
         self._running = False
@@ -194,7 +145,7 @@ class ControlLoop:
 
         Raises `InvalidInput` when the port is taken.
         """
-        socket = self._socket(zmq.ROUTER)
+        socket = self._open(zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -228,7 +179,7 @@ class ControlLoop:
 
         Connects and reconnects in the background; never blocks.
         """
-        socket = self._socket(zmq.DEALER)
+        socket = self._open(zmq.DEALER)
         if keys:
             secure_client(socket, keys)
         socket.connect(f"tcp://{address}")
@@ -255,34 +206,12 @@ class ControlLoop:
 
     # --- used by Server and Channel ---------------------------------------------------------------
 
-    def _send_all(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
+    def _send(self, socket: zmq.Socket[bytes], messages: Sequence[list[bytes]]) -> None:
         """From any thread, in the order of calls. It never blocks."""
-        if self._sends == threading.get_ident():  # a signal's handler, in the middle of what this thread sends
-            self.call_soon(partial(self._send_all, socket, messages))
-            return
-        has_frames = False
-        with self._in_use:
-            if self._gone:
-                self.counters.dropped += len(messages)
-                return
-            try:
-                self._sends = threading.get_ident()
-                for parts in messages:
-                    self._send(socket, parts)
-            finally:
-                has_frames = self._has_frames(socket)
-                if has_frames:
-                    self._filled.add(socket)
-                self._sends = 0
-        if has_frames and not self._thread.is_current:
+        if self._sockets.is_sending:
+            self.call_soon(partial(self._send, socket, messages))
+        elif self._sockets.send(socket, messages) and not self._thread.is_current:
             self._rouse()
-
-    def _has_frames(self, socket: zmq.Socket[bytes]) -> bool:
-        """To be asked under `_in_use`, after each use of a socket. What is wrong with one shows when it is read."""
-        try:
-            return not socket.closed and bool(int(socket.getsockopt(zmq.EVENTS)) & POLLIN)
-        except zmq.ZMQError:
-            return True
 
     def _rouse(self) -> None:
         with self._lock:
@@ -290,63 +219,23 @@ class ControlLoop:
                 self._woken = True
                 os.eventfd_write(self._wake, 1)
 
-    def _send(self, socket: zmq.Socket[bytes], parts: list[bytes]) -> None:
-        try:
-            socket.send_multipart(parts, NOBLOCK)
-            self.counters.sent += 1
-        except zmq.ZMQError as error:
-            # A full queue or a vanished route loses the frame; every frame that matters is repeated.
-            self.counters.dropped += 1
-            log.debug("control frame dropped: %s", error)
-        except BaseException:  # a signal's, on an engine's thread: what was begun must not swallow the next message
-            if len(parts) > 1:
-                with suppress(zmq.ZMQError):
-                    socket.send(b"", NOBLOCK)
-            raise
-
     def _remove(self, socket: zmq.Socket[bytes]) -> None:
-        with self._in_use:
+        with self._sockets.in_use:
             monitor = self._sentry.forget(socket)
         if monitor:
             self._remove(monitor)
-        if handled := self._handlers.pop(socket, None):
-            with self._in_use:
-                self._epoll.unregister(handled.descriptor)
-                del self._by_descriptor[handled.descriptor]
-                self._filled.discard(socket)
-                socket.close(100)
+        if self._handlers.pop(socket, None):
+            self._sockets.remove(socket)
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _open(self, kind: int) -> zmq.Socket[bytes]:
         with self._lock:
             self._check_open()
-            try:
-                socket = self._context.socket(kind)
-            except zmq.ZMQError as error:
-                raise LimitReached(
-                    f"a control socket beside {len(self._handlers)} others cannot be opened: {error}; raise the limit "
-                    "of open files (ulimit -n), or lower PDLINK_MAX_PEERS"
-                ) from error
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, self._max_frame_bytes)
-        socket.setsockopt(zmq.SNDHWM, self._max_queued_frames)
-        socket.setsockopt(zmq.RCVHWM, self._max_queued_frames)
-        # The descriptor of a peer whose host has gone without a word, or that never says what it wants, comes back.
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_TIMEOUT_MS)
-        for option, value in KEEPALIVE:
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        return socket
+            return self._sockets.open(kind)
 
-    def _add(self, socket: zmq.Socket[bytes], on_parts: Callable[[list[bytes]], None]) -> None:
+    def _add(self, socket: zmq.Socket[bytes], on_parts: OnParts) -> None:
         def add() -> None:
-            with self._in_use:
-                descriptor = int(socket.getsockopt(zmq.FD))
-                self._handlers[socket] = _Handled(on_parts, descriptor)
-                self._by_descriptor[descriptor] = socket
-                self._epoll.register(descriptor, select.EPOLLIN)
-                self._filled.add(socket)  # what has come before, nobody was told of
+            self._handlers[socket] = on_parts
+            self._sockets.add(socket)
 
         self.call_soon(add)
 
@@ -354,11 +243,11 @@ class ControlLoop:
 
     def _run(self) -> None:
         while self._running:
-            told = [descriptor for descriptor, _ in self._epoll.poll(self._wait_ms() / 1000)]
-            if self._wake in told:
+            sockets, was_woken = self._sockets.wait(self._wait_s())
+            if was_woken:
                 os.eventfd_read(self._wake)
                 self._woken = False
-            for socket in self._to_look_at(told):
+            for socket in sockets:
                 self._receive(socket)
             self._run_calls()
             for call in self._timers.pop_due(self.clock()):
@@ -398,43 +287,32 @@ class ControlLoop:
         with self._lock:
             self._closed = True
             self._running = False
-        with self._in_use:  # not while the last frames leave, which may take a while
-            self._gone = True
-        self._context.destroy(linger=self._linger_ms)
-        self._epoll.close()
+        self._sockets.close(self._linger_ms)
         os.close(self._wake)
-        for held in (self._handlers, self._by_descriptor, self._filled, self._calls, self._timers):
+        for held in (self._handlers, self._calls, self._timers):
             held.clear()
 
-    def _to_look_at(self, told: Iterable[int]) -> list[zmq.Socket[bytes]]:
-        with self._in_use:
-            filled, self._filled = self._filled, set()
-            filled.update(self._by_descriptor[one] for one in told if one in self._by_descriptor)
-        return list(filled)
-
-    def _wait_ms(self) -> int:
-        return 0 if self._calls or self._filled else math.ceil(self._timers.wait_s(self.clock(), LONGEST_WAIT_S) * 1000)
+    def _wait_s(self) -> float:
+        if self._calls or self._sockets.have_frames:
+            return 0.0
+        return self._timers.wait_s(self.clock(), LONGEST_WAIT_S)
 
     def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        handled = self._handlers.get(socket)
-        if handled is None:  # to come, and looked at then; or gone
+        on_parts = self._handlers.get(socket)
+        if on_parts is None:  # to come, and looked at then; or gone
             return
         for _ in range(MAX_IN_A_ROW):
             try:
-                with self._in_use:
-                    if not self._has_frames(socket):
-                        return
-                    parts = socket.recv_multipart(NOBLOCK)
-            except zmq.Again:
-                return
+                parts = self._sockets.receive(socket)
             except zmq.ZMQError:  # a broken socket must not take the thread, and with it every other socket, along
                 self.counters.handler_errors += 1
                 log.exception("a control socket failed and was closed")
                 self._remove(socket)
                 return
-            self._guard(partial(handled.on_parts, parts))
-        with self._in_use:
-            self._filled.add(socket)
+            if parts is None:
+                return
+            self._guard(partial(on_parts, parts))
+        self._sockets.look_again(socket)
 
     def _guard(self, call: Call) -> None:
         try:
@@ -469,7 +347,7 @@ class Server:
         self.address = address
 
     def send(self, route: Route, frame: Frame) -> None:
-        self._loop._send_all(self._socket, [[route, encode(frame)]])
+        self._loop._send(self._socket, [[route, encode(frame)]])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))
@@ -485,7 +363,7 @@ class Channel:
 
     def send(self, *frames: Frame) -> None:
         """Send frames in their order."""
-        self._loop._send_all(self._socket, [[encode(frame)] for frame in frames])
+        self._loop._send(self._socket, [[encode(frame)] for frame in frames])
 
     def close(self) -> None:
         self._loop.call_soon(lambda: self._loop._remove(self._socket))

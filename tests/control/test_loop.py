@@ -241,8 +241,10 @@ def test_nobody_who_sends_waits_while_a_dying_loop_says_goodbye(monkeypatch):
     with held_port() as nobody:
         channel = loop.connect(Address("127.0.0.1", nobody), Box())
         channel.send(ping(1))
-        destroy = loop._context.destroy
-        monkeypatch.setattr(loop._context, "destroy", lambda linger: (is_closing.set(), destroy(linger=linger)))
+        destroy = loop._sockets._context.destroy
+        monkeypatch.setattr(
+            loop._sockets._context, "destroy", lambda linger: (is_closing.set(), destroy(linger=linger))
+        )
         loop.call_soon(sys.exit)
         assert is_closing.wait(TIMEOUT_S)
         sending = threading.Thread(target=channel.send, args=(ping(2),))
