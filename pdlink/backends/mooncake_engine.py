@@ -42,6 +42,7 @@ from typing import Any
 
 from pdlink.address import Address
 from pdlink.backends.cuda_driver import EXPANDABLE, DeviceBlock, call, find_allocation, on_device
+from pdlink.backends.interpreter_end import held_for_calls, refuse_at_end
 from pdlink.backends.lanes import Lanes
 from pdlink.errors import BackendError, BackendUnavailable, RegionError
 
@@ -131,6 +132,7 @@ class Engine:
         self.session = str(Address(host, made.get_rpc_port()))
         """How peers reach this engine: host and port."""
         self._engine: Any = made
+        self._calls = held_for_calls(threading.RLock())
         self._spans: frozenset[Span] = frozenset()
         self._spare: DeviceBlock | _Spare = _Spare()
         if self._is_nvlink:
@@ -147,7 +149,8 @@ class Engine:
         spare = (self._spare.address, self._spare.address + _SPARE_BYTES)
         wanted = self._allocations(spans) if self._is_nvlink else {*spans, spare}
         gone, new = sorted(self._spans - wanted), sorted(wanted - self._spans)
-        with self._on_device():
+        with self._calls, self._on_device():
+            refuse_at_end()
             # What is taken back goes first: the library refuses memory that overlaps memory which it knows.
             if gone:
                 self._engine.batch_unregister_memory([start for start, _ in gone])
@@ -180,7 +183,9 @@ class Engine:
             self._reading[number] = self._lanes.begin(self._read_whole, session, destinations, sources, sizes)
             return number
         assert len(sizes) == 1
-        posted: int = self._engine.batch_transfer_async_read(session, destinations, sources, sizes)
+        with self._calls:
+            refuse_at_end()
+            posted: int = self._engine.batch_transfer_async_read(session, destinations, sources, sizes)
         if posted == 0:
             raise BackendError(f"mooncake cannot read from {session}; {LOG_HINT}")
         return posted
@@ -211,7 +216,9 @@ class Engine:
                 return DONE if self._reading.pop(posted).result() == 0 else FAILED
             except BackendError:  # the device has failed, and nothing runs on it any more
                 return FAILED
-        state: int = self._engine.transfer_check_status(posted)
+        with self._calls:
+            refuse_at_end()
+            state: int = self._engine.transfer_check_status(posted)
         return state if state in (DONE, FAILED) else PENDING
 
     def close(self) -> None:

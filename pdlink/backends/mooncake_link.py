@@ -122,7 +122,10 @@ class Link:
         """Post nothing more of `pull`; returns whether nothing of it is in flight."""
         with self._lock:
             if self.is_open:
-                still = deque(one for one in pull.posted if self._engine.check(one[0]) == PENDING)
+                try:
+                    still = deque(one for one in pull.posted if self._engine.check(one[0]) == PENDING)
+                except BackendError:  # nobody may ask any more: this process is ending
+                    return False
                 self._num_posted -= len(pull.posted) - len(still)
                 pull.posted = still
                 self._close_if_idle()

@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdlink.backends.cuda_driver import call, on_device
+from pdlink.backends.interpreter_end import held_for_calls, refuse_at_end
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout.regions import MemoryKind
 
@@ -121,7 +122,7 @@ class Agent:
         api = library()
         self.device = device
         self.name = f"pdlink-{os.getpid()}-{secrets.token_hex(8)}"
-        self.lock = threading.RLock()
+        self.lock = held_for_calls(threading.RLock())
         config = api.nixl_agent_config(
             # A progress thread burns a core per agent even when idle, and halves what cma and tcp move.
             enable_prog_thread=False,
@@ -153,6 +154,7 @@ class Agent:
         with self.lock:
             if self._nixl is None:
                 raise PeerGone(f"the nixl agent for {peer or 'this process'} was taken down")
+            refuse_at_end()
             try:
                 with self._on_device():
                     return function(self._nixl)
