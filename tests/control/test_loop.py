@@ -254,21 +254,35 @@ def test_nobody_who_sends_waits_while_a_dying_loop_says_goodbye(monkeypatch):
         assert loop.counters.dropped == 1
 
 
-def test_a_signal_that_interrupts_a_message_does_not_mix_it_with_the_next(loop, monkeypatch):
+def _two_peers(loop):
     heard, outboxes, routes = Box(), [Box(), Box()], []
     server = loop.bind(ANY, heard)
     for outbox in outboxes:
         loop.connect(server.address, outbox).send(ping(1))
         routes.append(heard.take()[0])
+    return server, outboxes, routes
+
+
+def _raise_interrupt():
+    raise KeyboardInterrupt
+
+
+def _interrupt_after(monkeypatch, part, handler):
+    """Call `handler` once, right after `part` of a message was handed to zmq, as Python does with a signal's."""
     whole = zmq.Socket.send
 
     def interrupted(socket, data, *arguments, **options):
         whole(socket, data, *arguments, **options)
-        if data == routes[0]:
+        if data == part:
             monkeypatch.undo()
-            raise KeyboardInterrupt
+            handler()
 
     monkeypatch.setattr(zmq.Socket, "send", interrupted)
+
+
+def test_a_signal_that_interrupts_a_message_does_not_mix_it_with_the_next(loop, monkeypatch):
+    server, outboxes, routes = _two_peers(loop)
+    _interrupt_after(monkeypatch, routes[0], _raise_interrupt)
     with pytest.raises(KeyboardInterrupt):
         server.send(routes[0], ping(2))
     server.send(routes[1], ping(3))
@@ -280,20 +294,8 @@ def test_a_signal_that_interrupts_a_message_does_not_mix_it_with_the_next(loop, 
 
 
 def test_a_signals_handler_that_sends_in_the_middle_of_a_send_mixes_nothing_and_waits_for_nothing(loop, monkeypatch):
-    heard, outboxes, routes = Box(), [Box(), Box()], []
-    server = loop.bind(ANY, heard)
-    for outbox in outboxes:
-        loop.connect(server.address, outbox).send(ping(1))
-        routes.append(heard.take()[0])
-    whole = zmq.Socket.send
-
-    def interrupted(socket, data, *arguments, **options):
-        whole(socket, data, *arguments, **options)
-        if data == routes[0]:
-            monkeypatch.undo()
-            server.send(routes[1], ping(3))
-
-    monkeypatch.setattr(zmq.Socket, "send", interrupted)
+    server, outboxes, routes = _two_peers(loop)
+    _interrupt_after(monkeypatch, routes[0], lambda: server.send(routes[1], ping(3)))
     sending = threading.Thread(target=server.send, args=(routes[0], ping(2)))
     sending.start()
     sending.join(TIMEOUT_S)
