@@ -24,7 +24,7 @@ from pdlink.address import Address
 from pdlink.bootstrap.control_keys import ControlKeys
 from pdlink.control.curve import ServerKeys, secure_client
 from pdlink.control.frames import Frame
-from pdlink.control.sentry import Sentry
+from pdlink.control.sentry import OnParts, Sentry
 from pdlink.control.sockets import LoopCounters, Sockets
 from pdlink.control.timers import Call, Timer, Timers
 from pdlink.control.wire import decode, encode
@@ -40,7 +40,6 @@ Route: TypeAlias = bytes
 """The identity of a DEALER as its ROUTER sees it; a reconnect changes it."""
 ServerHandler: TypeAlias = Callable[[Route, Frame], None]
 ClientHandler: TypeAlias = Callable[[Frame], None]
-OnParts: TypeAlias = Callable[[list[bytes]], None]
 
 LONGEST_WAIT_S = 1.0
 MAX_IN_A_ROW = 64

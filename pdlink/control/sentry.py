@@ -21,13 +21,13 @@ from pdlink.address import Address
 from pdlink.control import zap
 from pdlink.control.curve import ServerKeys, secure_server
 from pdlink.control.handshakes import WATCHED, Handshakes
+from pdlink.control.sockets import Socket
 from pdlink.denials import Denials
 from pdlink.errors import FrameError
 from pdlink.events import Events
 
 WRONG_KEY = "wrong key"
 
-Socket = zmq.Socket[bytes]
 OnParts = Callable[[list[bytes]], None]
 
 
