@@ -18,7 +18,7 @@ from pdlink.backends.base import Backend, Capabilities, Peer, PullHandle, PullSt
 from pdlink.backends.cuda_driver import num_devices
 from pdlink.backends.mooncake_engine import NVLINK, Engine, Span, is_cpu_build, load
 from pdlink.backends.mooncake_link import Batch, Link, MooncakePull, Opening, batches_of, window_of
-from pdlink.backends.ranges import as_spans, check_destinations, check_sources
+from pdlink.backends.ranges import as_spans
 from pdlink.backends.region_spans import PlacedSpans, merge
 from pdlink.config import Settings, load_settings
 from pdlink.errors import AddressError, BackendError, BackendUnavailable, LimitReached, PeerGone, RegionError
@@ -150,8 +150,7 @@ class MooncakeBackend(Backend):
 
         def make() -> Iterator[Batch]:
             for move in batch.moves:
-                check_destinations(move, ours)  # the library would write wherever it is told to
-                check_sources(move, theirs, batch.worker_id)
+                link.ranges.check(move, theirs, batch.worker_id, ours)  # the library writes wherever it is told to
             return batches_of(batch, link.window)
 
         pull = MooncakePull(batch, link, link.plans.parts(batch, ours, make))

@@ -17,6 +17,7 @@ from pdlink.address import parse_address
 from pdlink.backends.base import Peer, PullHandle, PullStatus
 from pdlink.backends.kept_plans import KeptPlans
 from pdlink.backends.mooncake_engine import DONE, LOG_HINT, NVLINK, PENDING, Engine, Span
+from pdlink.backends.ranges import RangeCheck
 from pdlink.errors import BackendError, PeerGone
 from pdlink.threads import Death, OnDeath, SupervisedThread
 from pdlink.transfer.descriptors import PullBatch
@@ -87,6 +88,7 @@ class Link:
         self.peer = peer
         self.window = window
         self.plans: KeptPlans[Batch] = KeptPlans()
+        self.ranges = RangeCheck()
         self.is_open = True
         """Whether the engine still runs. Once it does not, every pull of the link is quiet."""
         self._session = session

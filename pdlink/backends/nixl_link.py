@@ -19,9 +19,8 @@ from pdlink.backends.kept_plans import KeptPlans, is_kept
 from pdlink.backends.nixl_endpoint import RegionTable, unpack
 from pdlink.backends.nixl_engine import Agent, Held
 from pdlink.backends.nixl_memory import NixlMemory
-from pdlink.backends.nixl_pieces import Indexed, Plain, pieces
+from pdlink.backends.nixl_pieces import Indexed, PieceCutter, Plain
 from pdlink.backends.nixl_posts import KeptPosts, Post
-from pdlink.backends.ranges import check_destinations, check_sources
 from pdlink.errors import BackendError, PeerGone
 from pdlink.layout.regions import MemoryKind
 from pdlink.transfer.descriptors import PullBatch
@@ -74,6 +73,7 @@ class NixlLink:
         self._own: _OwnPages | None = None
         self._their_lists: dict[MemoryKind, Held] = {}
         self._pulls: list[NixlPull] = []
+        self._cutter = PieceCutter(self.regions, peer.worker_id)
         self._plans: KeptPlans[Indexed | Plain] = KeptPlans()
         self._kept = KeptPosts()
         """Of own regions as they are in `_own`."""
@@ -100,7 +100,7 @@ class NixlLink:
 
     def submit(self, batch: PullBatch, own: RegionTable) -> NixlPull:
         """Check the ranges, then post the first piece. Raises `RegionError` before a byte moves, or `PeerGone`."""
-        todo = self._plans.parts(batch, own, lambda: self._checked(batch, own))
+        todo = self._plans.parts(batch, own, lambda: self._cutter.pieces(batch, own))
         with self.lock:
             if not self.is_usable:
                 raise PeerGone(f"the nixl link to {self.peer.worker_id} is down; connect again")
@@ -108,12 +108,6 @@ class NixlLink:
             self._pulls.append(pull)
             self._step(pull)
             return pull
-
-    def _checked(self, batch: PullBatch, own: RegionTable) -> Iterator[Indexed | Plain]:
-        for move in batch.moves:
-            check_destinations(move, own.spans)
-            check_sources(move, self.regions.spans, self.peer.worker_id)
-        return pieces(batch, own, self.regions)
 
     def poll(self, pull: NixlPull) -> PullStatus:
         with self.lock:

@@ -10,7 +10,33 @@ import numpy as np
 
 from pdlink.errors import RegionError
 from pdlink.layout.regions import MAX_ADDRESS
-from pdlink.transfer.descriptors import GroupMove, Int64Array
+from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable
+from pdlink.transfer.kept import Kept
+
+MAX_KNOWN = 64
+
+
+class RangeCheck:
+    """The check of the moves of one link. Layers that come again are looked at once, as long as the memory of both
+    sides is told by the same arrays, which nobody may write to. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._known: Kept[LayerTable, tuple[Int64Array, Int64Array, int, int]] = Kept(MAX_KNOWN)
+        """Both sides' spans, and how many pages of every layer, from 0 on, lie in them."""
+
+    def check(self, move: GroupMove, sources: Int64Array, worker_id: str, destinations: Int64Array) -> None:
+        """Raise `RegionError` unless every page lies in one of `sources`, the worker's spans, and goes to one of
+        `destinations`."""
+        layers = move.layers
+        known = self._known.get(layers)
+        if known is None or known[0] is not sources or known[1] is not destinations:
+            _, readable = pages_inside(layers.source_base, layers.source_stride, layers.page_bytes, sources)
+            to = (layers.destination_base, layers.destination_stride, layers.page_bytes)
+            known = self._known.put(layers, (sources, destinations, readable, pages_inside(*to, destinations)[1]))
+        if not move.runs.lie_within(known[2], known[3]):
+            check_destinations(move, destinations)
+            check_sources(move, sources, worker_id)
 
 
 def as_spans(pairs: Iterable[tuple[int, int]]) -> Int64Array:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdlink.backends import nixl_endpoint, nixl_engine, nixl_pieces
 from pdlink.backends.nixl_endpoint import RegionTable, pack, unpack
 from pdlink.backends.nixl_engine import translate
-from pdlink.backends.nixl_pieces import Indexed, pieces
+from pdlink.backends.nixl_pieces import Indexed, PieceCutter
 from pdlink.errors import BackendError, BackendUnavailable, PeerGone, RegionError
 from pdlink.layout import MemoryKind, Region
 from pdlink.transfer.descriptors import GroupMove, LayerTable, PageRuns, PullBatch, pair_pages
@@ -136,7 +136,7 @@ def test_pieces_are_bounded_and_move_what_the_batch_moves(pages, gap, most, slic
     before = nixl_pieces.MAX_DESCRIPTORS
     nixl_pieces.MAX_DESCRIPTORS = most
     try:
-        for piece in pieces(batch, own, theirs):
+        for piece in PieceCutter(theirs, batch.worker_id).pieces(batch, own):
             assert len(piece.own) == len(piece.theirs) <= most
             assert isinstance(piece, Indexed) is not sliced
             if isinstance(piece, Indexed):
@@ -168,11 +168,23 @@ def test_scattered_pages_between_devices_are_posted_as_the_driver_queues_them(st
     at = np.arange(0, 4096 * step, step, dtype=np.int64)
     base, size = own.base, np.full(2, 64)
     table = LayerTable(np.arange(2), base, size, base, size, size)
-    lengths = [
-        len(one.own) for one in pieces(PullBatch("w", (GroupMove("kv", pair_pages(at, at), table),)), own, theirs)
-    ]
+    batch = PullBatch("w", (GroupMove("kv", pair_pages(at, at), table),))
+    lengths = [len(one.own) for one in PieceCutter(theirs, "w").pieces(batch, own)]
     assert sum(lengths) == 2 * 4096
     assert max(lengths) == largest
+
+
+def test_layers_that_come_again_are_looked_up_anew_once_own_memory_has_changed():
+    theirs = RegionTable.of([region(1 << 20, 8)])
+    few, more = (RegionTable.of(map(region, bases, [8] * len(bases))) for bases in ([1 << 30], [1 << 29, 1 << 30]))
+    columns = ([0], [1 << 20], [64], [1 << 30], [64], [64])
+    move = GroupMove("kv", PageRuns(*map(np.array, ([2], [3], [1]))), LayerTable(*map(np.array, columns)))
+    cutter = PieceCutter(theirs, "w")
+    for own, first in ((few, 0), (few, 0), (more, 8), (few, 0)):
+        (piece,) = cutter.pieces(PullBatch("w", (move,)), own)
+        assert (piece.own.tolist(), piece.theirs.tolist()) == ([first + 3], [2])
+    with pytest.raises(RegionError, match="no registered region"):
+        cutter.pieces(PullBatch("w", (move,)), RegionTable.of([region(1 << 29, 8)]))
 
 
 @pytest.mark.parametrize("short", [0, 4], ids=["whole pages", "parts of pages"])
@@ -185,7 +197,7 @@ def test_every_piece_stays_within_one_kind_of_memory_on_either_side(short):
     runs = PageRuns(np.array([0]), np.array([1]), np.array([2]))
     if short:
         runs = runs.split()
-    found = list(pieces(PullBatch("w0", (GroupMove("kv", runs, table),)), own, theirs))
+    found = list(PieceCutter(theirs, "w0").pieces(PullBatch("w0", (GroupMove("kv", runs, table),)), own))
     kinds = [(one.own_memory.value, one.their_memory.value) for one in found]
     assert sorted(kinds) == [("cuda", "cuda"), ("cuda", "host"), ("host", "cuda")]
     by_kinds = dict(zip(kinds, found, strict=True))
