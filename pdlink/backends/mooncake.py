@@ -162,9 +162,7 @@ class MooncakeBackend(Backend):
         if handle.status is not PullStatus.PENDING:
             return handle.status
         if not handle.link.advance(handle) and handle.posted and self._window.longest_nap_s:
-            # Longer naps leave the cores to the library's threads; short first ones keep small pulls quick.
-            time.sleep(handle.nap_s)
-            handle.nap_s = min(2 * handle.nap_s, self._window.longest_nap_s)
+            time.sleep(handle.nap_s(self._window.longest_nap_s))
         return handle.status
 
     def settle(self, handle: PullHandle) -> Settled:

@@ -55,6 +55,8 @@ Batch = tuple[list[int], list[int], list[int]]
 """Addresses read from, addresses written to, bytes of each."""
 
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
+NAP_SHARE = 64
+"""A pull that has run for so many times as long is looked at again after one of these."""
 ROWS_PER_PIECE = 4096
 CLOSE_TIMEOUT_S = 2.0
 LOOK_TIMEOUT_S = 0.2
@@ -71,8 +73,13 @@ class MooncakePull(PullHandle):
         self.posted: deque[tuple[int, int]] = deque()
         """(id, nbytes) of the batches in flight."""
         self.nbytes = 0
-        self.nap_s = FIRST_NAP_S
         self.status = PullStatus.PENDING
+        self._began = perf_counter()
+
+    def nap_s(self, longest_s: float) -> float:
+        """How long to sleep before the next look. Longer naps leave the cores to the library's threads, and what the
+        last one adds to a pull is to stay little beside what that takes."""
+        return min(max(FIRST_NAP_S, (perf_counter() - self._began) / NAP_SHARE), longest_s)
 
     def fail(self, error: Exception) -> None:
         """The first failure stays. Nothing more is posted."""
