@@ -55,7 +55,7 @@ Batch = tuple[list[int], list[int], list[int]]
 """Addresses read from, addresses written to, bytes of each."""
 
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
-NAP_SHARE = 64
+NAP_SHARE = 128
 """A pull that has run for so many times as long is looked at again after one of these."""
 ROWS_PER_PIECE = 4096
 CLOSE_TIMEOUT_S = 2.0
