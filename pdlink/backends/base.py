@@ -36,12 +36,13 @@ class Capabilities:
     """Facts about a backend, for selection and planning.
 
     `memory` are the kinds that it can read from and write to; `same_host_only` that both sides must share a host;
-    `max_descriptors` caps one posted batch (0: no cap); `works_in_poll` that bytes move inside `poll`, so that a caller
-    need not sleep between two polls. `gathers` that a pull reads pages straight from the owner's mapped memory, so that
-    packing them first could only cost. `files_per_peer` are the open files that a connected peer costs, in itself and
-    in the connection. `cost_per_descriptor_s` and `bytes_per_s` are what one more descriptor and the bytes of a pull
-    take (0: next to nothing, or unknown). `staged_only` that pages do not lie in memory which is registered with it, so
-    that it moves bytes between staging slots alone.
+    `max_descriptors` caps one posted batch (0: no cap). `works_in_poll` that bytes move inside `poll` and wait for no
+    peer, so that a caller need not sleep between two polls, and may pull a few of them on a thread that others need.
+    `gathers` that a pull reads pages straight from the owner's mapped memory, so that packing them first could only
+    cost. `files_per_peer` are the open files that a connected peer costs, in itself and in the connection.
+    `cost_per_descriptor_s` and `bytes_per_s` are what one more descriptor and the bytes of a pull take (0: next to
+    nothing, or unknown). `staged_only` that pages do not lie in memory which is registered with it, so that it moves
+    bytes between staging slots alone.
     """
 
     memory: frozenset[MemoryKind]
@@ -73,6 +74,8 @@ class PullHandle:
         """Why the pull failed, once its status is FAILED."""
         self.timings = PullTimings()
         """What the backend adds to it: `post_s`, and `prep_s` of what it makes after `submit`. May stay zero."""
+        self.nap_s = 0.0
+        """How long a caller that finds it pending does well to wait before it looks again, as of the last `poll`."""
 
 
 class Backend(ABC):

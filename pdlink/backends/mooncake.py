@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -59,7 +58,6 @@ class MooncakeBackend(Backend):
         self.capabilities = Capabilities(
             _memory(self._protocol),
             same_host_only=self._protocol == NVLINK,
-            works_in_poll=self._protocol != NVLINK,
             files_per_peer=FILES_PER_PEER,
         )
         self._spans = PlacedSpans()
@@ -161,8 +159,7 @@ class MooncakeBackend(Backend):
         assert isinstance(handle, MooncakePull)
         if handle.status is not PullStatus.PENDING:
             return handle.status
-        if not handle.link.advance(handle) and handle.posted and self._window.longest_nap_s:
-            time.sleep(handle.nap_s(self._window.longest_nap_s))
+        handle.link.advance(handle)
         return handle.status
 
     def settle(self, handle: PullHandle) -> Settled:

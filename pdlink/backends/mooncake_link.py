@@ -29,8 +29,8 @@ class Window:
 
     Ranges longer than `read_bytes` are cut (0: none), so that what has to be waited for when a pull is stopped stays
     little. `batch_reads` go in one batch. At most `batches` and `nbytes` bytes of a pull are in flight, and
-    `link_batches` of all pulls from one peer; above that each pull keeps one going. `longest_nap_s` is how long a poll
-    sleeps at most when nothing has landed; 0: it never does, because the bytes move by themselves.
+    `link_batches` of all pulls from one peer; above that each pull keeps one going. `longest_nap_s` is how long those
+    who poll are told to wait at most before they look again.
     """
 
     read_bytes: int
@@ -56,7 +56,8 @@ Batch = tuple[list[int], list[int], list[int]]
 
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
 NAP_SHARE = 128
-"""A pull that has run for so many times as long is looked at again after one of these."""
+"""Who waits for a pull looks again after this part of what it has taken. Longer naps leave the cores to the library's
+threads, and what the last one adds is to stay little beside the rest."""
 ROWS_PER_PIECE = 4096
 CLOSE_TIMEOUT_S = 2.0
 LOOK_TIMEOUT_S = 0.2
@@ -74,12 +75,7 @@ class MooncakePull(PullHandle):
         """(id, nbytes) of the batches in flight."""
         self.nbytes = 0
         self.status = PullStatus.PENDING
-        self._began = perf_counter()
-
-    def nap_s(self, longest_s: float) -> float:
-        """How long to sleep before the next look. Longer naps leave the cores to the library's threads, and what the
-        last one adds to a pull is to stay little beside what that takes."""
-        return min(max(FIRST_NAP_S, (perf_counter() - self._began) / NAP_SHARE), longest_s)
+        self.began = perf_counter()
 
     def fail(self, error: Exception) -> None:
         """The first failure stays. Nothing more is posted."""
@@ -110,22 +106,22 @@ class Link:
             if self.is_open:
                 self._engine.offer_destinations(spans)
 
-    def advance(self, pull: MooncakePull) -> bool:
-        """Take in what has landed and post what there is room for; returns whether anything had landed."""
+    def advance(self, pull: MooncakePull) -> None:
+        """Take in what has landed, and post what there is room for."""
         with self._lock:
             if not self.is_open:
                 pull.fail(PeerGone(f"the link to {self.peer.worker_id} was broken"))
                 pull.posted.clear()
-                return True
-            landed = self._reap(pull)
+                return
+            self._reap(pull)
             if pull.status is PullStatus.PENDING:
                 began = perf_counter()
                 self._post(pull)
                 pull.timings.post_s += perf_counter() - began
             if not pull.posted and pull.status is PullStatus.PENDING:
                 pull.status = PullStatus.DONE
+            pull.nap_s = min((perf_counter() - pull.began) / NAP_SHARE, self.window.longest_nap_s)
             self._close_if_idle()
-            return landed
 
     def drain(self, pull: MooncakePull) -> bool:
         """Post nothing more of `pull`; returns whether nothing of it is in flight."""
@@ -159,9 +155,8 @@ class Link:
         finally:
             self._lock.release()
 
-    def _reap(self, pull: MooncakePull) -> bool:
+    def _reap(self, pull: MooncakePull) -> None:
         """Reads end about in order, so a look at the oldest is enough."""
-        landed = False
         while pull.posted:
             posted, nbytes = pull.posted[0]
             state = self._engine.check(posted)
@@ -170,10 +165,8 @@ class Link:
             pull.posted.popleft()
             pull.nbytes -= nbytes
             self._num_posted -= 1
-            landed = True
             if state != DONE:
                 pull.fail(self._explain())
-        return landed
 
     def _post(self, pull: MooncakePull) -> None:
         while (batch := pull.next) is not None and (not pull.posted or self._has_room(pull, sum(batch[2]))):

@@ -122,7 +122,7 @@ class JobWire:
         with self._on_the_clock(handle):
             return self._look(handle)
 
-    def nap(self, nap_s: float = IDLE_SLEEP_S) -> None:
+    def nap(self, nap_s: float) -> None:
         if not self.backend.capabilities.works_in_poll:
             time.sleep(nap_s)
 
@@ -130,7 +130,7 @@ class JobWire:
         """Wait for the end of a posted pull; it is quiet then, also when this raises."""
         with self._on_the_clock(handle):
             while (status := self._look(handle)) is PullStatus.PENDING:
-                self.nap()
+                self.nap(max(IDLE_SLEEP_S, handle.nap_s))
         return status if isinstance(status, Failure) else None
 
     def drop(self, handle: PullHandle) -> None:

@@ -17,7 +17,6 @@ from typing import Protocol, TypeAlias
 
 from pdlink.backends.base import PullHandle, PullStatus
 from pdlink.backends.copiers import Copier, Copying, Prepared
-from pdlink.backends.naps import sharpen
 from pdlink.control.frames import Credit, Stage, Staged
 from pdlink.decode import failures
 from pdlink.decode.actions import Pull
@@ -127,7 +126,6 @@ class StagedPull:
 
     def run(self) -> Outcome:
         """Move every piece. Returns what went wrong, once nothing of it can land any more."""
-        sharpen()
         try:
             self._take_over()
             while self._todo or self._asked:
@@ -353,7 +351,8 @@ class StagedPull:
         began = time.perf_counter()
         waited = [one.ticket for one in self._asked if one.answer is None]
         if self._num_on_the_wire:
-            self._wire.nap(self._link.pace.nap_s)
+            soonest_s = min(one.handle.nap_s for one in self._asked if one.handle)
+            self._wire.nap(max(self._link.pace.nap_s, soonest_s))
             self._timings.wire_s += time.perf_counter() - began
         elif copying := next((one.copying for one in self._asked if one.copying), None):
             if waited:

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pdlink.backends.base import Backend, PullHandle
+from pdlink.backends.wrapped import WrappedBackend
 from pdlink.bootstrap.client import BootstrapClient
 from pdlink.decode.receiver import Receiver
 from pdlink.errors import DeadlineExceeded, TransferFailed
 from pdlink.layout.fingerprint import fingerprint
 from pdlink.testing.child import ChildEnded
 from pdlink.testing.pattern import SENTINEL, Bytes
+from pdlink.transfer.descriptors import PullBatch
 from pdlink.transfer.failure import FailureReason
 from pdlink.transfer.states import ReceiverState
 from tests.link.brake import Brake
@@ -41,6 +44,8 @@ FEW_BYTES = 1 << 20
 LATE_LAYER = NUM_LAYERS - 1
 """A layer of the last rank, by which a pull from it is seen to have begun."""
 STOPPED = CP - 1
+ENGINE_TIMEOUT_S = 30.0
+"""After which mooncake itself gives a read up. Deadlines of these tests are a few seconds."""
 
 
 class Replaced(Exception):
@@ -253,7 +258,60 @@ def stop(world: World, then: str) -> None:
         world.serve_again(decode)
 
 
-CASES: dict[str, Callable[..., None]] = {"owners": owners, "late_writes": late_writes, "reuse": reuse, "stop": stop}
+class Trap(WrappedBackend):
+    """Once `springs` is set, the next pull from the last rank is posted right after that has frozen."""
+
+    def __init__(self, inner: Backend) -> None:
+        super().__init__(inner)
+        self.springs: Callable[[], None] | None = None
+
+    def submit(self, batch: PullBatch) -> PullHandle:
+        if self.springs and f"cp{STOPPED}" in batch.worker_id:
+            self.springs, spring = None, self.springs
+            spring()
+        return super().submit(batch)
+
+
+def stop_small(world: World) -> None:
+    """A rank freezes as a pull of a few pages from it begins: the request fails in time, and others are served."""
+    world.ranks = start_ranks(world.stack, world.site, CP, NUM_LAYERS, BIG, **world.owner_settings)
+    traps: list[Trap] = []
+
+    def wrap(inner: Backend) -> Backend:
+        traps.append(Trap(inner))
+        return traps[0]
+
+    limits = {
+        "liveness_timeout_s": 4.0,
+        "keepalive_interval_s": 0.2,
+        "drain_timeout_s": 1.0,
+        "abort_ack_timeout_s": 0.3,
+        "confirm_timeout_s": 5.0,
+    }
+    decode = world.site.decode(make_layout(NUM_LAYERS), num_pages=BIG, wrap=wrap, **limits)
+    world.serve_again(decode)  # so that it is connected, as small pulls go another path then
+    stopped = world.ranks[STOPPED].process
+    traps[0].springs = stopped.stop
+    for rank in world.ranks:
+        rank.publish("t", FEW[:2])
+    receiver = decode.worker.receive("t", world.site.instance, {"kv": FEW[2:]}, 2 * PAGE_SIZE)
+    wait_until(lambda: traps[0].springs is None)
+    stopped_at = time.monotonic()
+    assert ended(receiver) is ReceiverState.FAILED
+    took_s = time.monotonic() - stopped_at
+    assert took_s < ENGINE_TIMEOUT_S / 2, f"the request ended after {took_s:.0f} s: {receiver.failure}"
+    assert f"cp{STOPPED}" in str(receiver.failure)
+    stopped.kill()
+    world.serve_again(decode)
+
+
+CASES: dict[str, Callable[..., None]] = {
+    "owners": owners,
+    "late_writes": late_writes,
+    "reuse": reuse,
+    "stop": stop,
+    "stop_small": stop_small,
+}
 
 
 def main(case: str, transport: str, way: str, options: str) -> None:

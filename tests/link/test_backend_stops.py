@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.link.backend_runs import LIMIT_S, TEST_LIMIT_S, over_each, run_case
+from tests.link.backend_runs import LIMIT_S, TEST_LIMIT_S, over, over_each, run_case
 
 LONG_WATCH_S = 60
 NETWORKED = ("nixl-tcp", "mooncake-tcp")
@@ -20,6 +20,12 @@ def test_a_rank_that_stops_costs_the_deadline_and_its_pages_are_handed_out_once_
     transport: str, way: str, then: str
 ) -> None:
     run_case("stop", transport, way, then=then)
+
+
+@over(quick=("direct",))
+def test_a_rank_that_stops_as_a_small_pull_begins_costs_the_deadline_as_well(transport: str, way: str) -> None:
+    """Where bytes come by themselves, whoever waits for them is not the thread that all requests need."""
+    run_case("stop_small", transport, way)
 
 
 @pytest.mark.slow
