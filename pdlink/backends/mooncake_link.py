@@ -55,7 +55,7 @@ Batch = tuple[list[int], list[int], list[int]]
 """Addresses read from, addresses written to, bytes of each."""
 
 FIRST_NAP_S, LONGEST_NAP_S = 20e-6, 1e-3
-NAP_SHARE = 128
+NAP_SHARE = 64
 """Who waits for a pull looks again after this part of what it has taken. Longer naps leave the cores to the library's
 threads, and what the last one adds is to stay little beside the rest."""
 ROWS_PER_PIECE = 4096

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TypeAlias
 
 from pdlink.backends.base import Backend
-from pdlink.backends.naps import sharpen
 from pdlink.bootstrap.messages import RankInfo
 from pdlink.config import Settings
 from pdlink.control.frames import Credit
@@ -185,7 +184,6 @@ class Puller:
         return Failure(FailureReason.ABORTED, "the link is closed", self.rank.worker_id)
 
     def _run(self) -> None:
-        sharpen()  # it naps while its pulls are under way
         while (job := self._jobs.get()) is not None:
             self._run_queued(job)
         with self._idle:

@@ -17,6 +17,7 @@ from typing import Protocol, TypeAlias
 
 from pdlink.backends.base import PullHandle, PullStatus
 from pdlink.backends.copiers import Copier, Copying, Prepared
+from pdlink.backends.naps import sharpen
 from pdlink.control.frames import Credit, Stage, Staged
 from pdlink.decode import failures
 from pdlink.decode.actions import Pull
@@ -126,6 +127,7 @@ class StagedPull:
 
     def run(self) -> Outcome:
         """Move every piece. Returns what went wrong, once nothing of it can land any more."""
+        sharpen()
         try:
             self._take_over()
             while self._todo or self._asked:
