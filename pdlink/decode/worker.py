@@ -21,6 +21,7 @@ from pdlink.config import Settings
 from pdlink.control.frames import Abort, Frame
 from pdlink.control.loop import ControlLoop
 from pdlink.decode.actions import Action, Pull, Resubscribe, Send
+from pdlink.decode.end_reports import EndReports
 from pdlink.decode.facts import DecodeFacts
 from pdlink.decode.failures import RESTART
 from pdlink.decode.links import Link, LinkTable, PrefillInstance, RankLink
@@ -45,7 +46,6 @@ from pdlink.layout.decode_plan import DecodePlace
 from pdlink.layout.readers import ReaderSet
 from pdlink.layout.regions import Region
 from pdlink.threads import Death, SupervisedThread
-from pdlink.transfer.accounts import log_end
 from pdlink.transfer.descriptors import Int64Array
 from pdlink.transfer.failure import Failure, FailureReason
 from pdlink.transfer.states import ReceiverState
@@ -56,7 +56,6 @@ log = logging.getLogger("pdlink.decode")
 TICK_S = 0.05
 LATE_S = 2.0
 """A tick that comes so much later says that this process stood still: frames of owners wait to be read."""
-REPORT_AFTER_S = 1e-3
 PULLED_FROM = (ReceiverState.SUBSCRIBED, ReceiverState.PULLING)
 """States in which a request still needs the threads that pull."""
 
@@ -94,7 +93,7 @@ class DecodeWorker:
         self._lock = threading.RLock()
         self._live: dict[tuple[str, int], Live] = {}
         self._newest: dict[str, Live] = {}
-        self._unreported: list[Live] = []
+        self._ends = EndReports(instance, loop, self._lock, events)
         self._closed = False
         self._quiet = True
         for region in self._facts.regions:
@@ -203,7 +202,7 @@ class DecodeWorker:
                 if not live.merge.state.is_final:  # its pages may still be written, so that they are nobody else's
                     text = "transfer %s stays %s: pulls from %s are not quiet"
                     log.error(text, live.receiver.transfer_id, live.merge.state, ", ".join(live.merge.pulling()))
-            self._report_all()
+            self._ends.all_now()
         for region in self._facts.regions if quiet else ():
             for backend in self._backends.values():
                 backend.deregister(region)
@@ -349,7 +348,7 @@ class DecodeWorker:
                 live.merge.fail(Failure(FailureReason.INTERNAL, death.text, fix=RESTART), self._loop.clock())
                 self._act(live)
                 self._end_alone(live)
-            self._report_all()
+            self._ends.all_now()
 
     def _bury(self, live: Live) -> None:
         """Wait no longer for the report of a pull whose puller is over: its thread has ended, and its wire with it."""
@@ -419,55 +418,14 @@ class DecodeWorker:
             if live.receiver.has_callbacks and not self._loop.call_soon(live.receiver.call_back):
                 # The loop has died. Not here, under the lock: what is called back may want another thread's help.
                 SupervisedThread(live.receiver.call_back, "pdlink-call-back", self.part, events=self.events).start()
-            self._report_soon(live)
+            if live.merge.failure and live.merge.failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
+                self._links.forget(live.instance)
+            self._ends.add(live)
         if live.merge.is_settled:
             if self._live.pop(live.key, None) and live.link:
                 self._links.give_back(live.link)
             if self._newest.get(live.receiver.transfer_id) is live:
                 del self._newest[live.receiver.transfer_id]
-
-    def _report_soon(self, live: Live) -> None:
-        """Tell of an end: of a success a moment later, so that whoever waits for it gets the GIL first."""
-        failure = live.merge.failure
-        if failure is None:
-            self._unreported.append(live)
-            if len(self._unreported) == 1:
-                self._loop.call_later(REPORT_AFTER_S, self._report_all)
-            return
-        if failure.reason in (FailureReason.STALE, FailureReason.PEER_GONE):
-            self._links.forget(live.instance)
-        self._report(live)
-
-    def _report_all(self) -> None:
-        with self._lock:
-            ended, self._unreported = self._unreported, []
-            for live in ended:
-                try:
-                    self._report(live)
-                except Exception:  # what the engine's own handlers of the log raise keeps nobody else from being told
-                    log.exception("the end of transfer %s could not be told", live.receiver.transfer_id)
-
-    def _report(self, live: Live) -> None:
-        merge = live.merge
-        told: dict[str, object] = {
-            "transfer_id": live.receiver.transfer_id,
-            "attempt": live.receiver.attempt,
-            "decode": self.instance,
-            "prefill": live.instance.name,
-            "peers": tuple(merge.num_bytes),
-            "state": merge.state.value,
-            "reason": merge.failure.reason.value if merge.failure else "",
-            "failed_rank": merge.failure.worker_id if merge.failure else "",
-            "num_bytes": sum(merge.num_bytes.values()),
-            "num_pages": sum(merge.request.num_pages.values()),
-            "elapsed_s": merge.elapsed_s,
-            "ago_s": merge.ended_ago(self._loop.clock()),
-            "plan_s": live.plan_s,
-            **merge.phases,
-            "trace_parent": live.trace_parent,
-        }
-        log_end(log, told, merge.failure)
-        self.events.emit("transfer.end", **told)
 
     def levels(self) -> dict[str, int]:
         """What there is at this moment, by name; for whoever watches this process. Any thread."""

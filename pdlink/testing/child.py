@@ -115,9 +115,10 @@ class Child:
                 return
 
     def stop(self) -> None:
-        """Freeze the process, as a host that hangs would."""
+        """Freeze the process, as a host that hangs would. All of its threads stand still when this returns."""
         self._is_stopped = True
         os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         self._is_stopped = False

@@ -41,8 +41,8 @@ BIG = 1024
 FEW = [5, 0, 1023, 512]
 FEW_BYTES = 1 << 20
 """More than one rank sends for these, so more than one slot ever holds of them."""
-LATE_LAYER = NUM_LAYERS - 1
-"""A layer of the last rank, by which a pull from it is seen to have begun."""
+FIRST_LAYER = NUM_LAYERS // CP
+"""Of the last rank, by which a pull from it is seen to have begun."""
 STOPPED = CP - 1
 ENGINE_TIMEOUT_S = 30.0
 """After which mooncake itself gives a read up. Deadlines of these tests are a few seconds."""
@@ -81,7 +81,7 @@ class World:
         decode: list[Decode] = []
 
         def has_landed() -> bool:
-            return bool(np.any(decode[0].pool.heads("latent", LATE_LAYER, 8) != SENTINEL))
+            return bool(np.any(decode[0].pool.heads("latent", FIRST_LAYER, 8) != SENTINEL))
 
         def wrap(inner):
             self.brakes.append(Brake(inner, has_landed))
@@ -217,9 +217,11 @@ def reuse(world: World, how: str) -> None:
     if how == "expire":
         world.owner_settings["publication_lease_s"] = 8.0
     verify = how == "overwrite"
-    world.owner_settings["verify_digests"] = verify
+    # Few slots, so that not all is packed before the owner writes: what is comes as it was published, and well.
+    both: dict[str, object] = {"verify_digests": verify, "staging_slots": 2}
+    world.owner_settings |= both
     silent = {"keepalive_interval_s": 1000, "liveness_timeout_s": 3000} if how == "expire" else {}
-    decode = world.start(verify_digests=verify, **silent)
+    decode = world.start(**both, **silent)
     receiver = world.meet(decode)
     owner = world.ranks[-1]
     if how in ("withdraw", "abort"):

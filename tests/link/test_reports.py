@@ -38,7 +38,7 @@ def test_an_end_is_told_once_and_says_how_long_ago_it_was(site: Site) -> None:
 
 
 def test_an_end_right_before_the_worker_closes_is_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdlink.decode.worker.REPORT_AFTER_S", 2 * DEADLINE_S)
+    monkeypatch.setattr("pdlink.decode.end_reports.REPORT_AFTER_S", 2 * DEADLINE_S)
     owners, decode, told = pair_of(site)
     move(site, owners, decode, "t")
     assert not told
@@ -49,7 +49,7 @@ def test_an_end_right_before_the_worker_closes_is_told(site: Site, monkeypatch: 
 def test_a_handler_of_the_log_that_raises_keeps_no_other_end_from_being_told(
     site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("pdlink.decode.worker.REPORT_AFTER_S", 2 * DEADLINE_S)
+    monkeypatch.setattr("pdlink.decode.end_reports.REPORT_AFTER_S", 2 * DEADLINE_S)
     owners, decode, told = pair_of(site)
     log = logging.getLogger("pdlink.decode")
 
