@@ -11,7 +11,8 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pdlink.backends import shm
 from pdlink.errors import DeadlineExceeded, PdlinkError
@@ -27,11 +28,31 @@ class ParentPipe:
     def __init__(self) -> None:
         self._parent = Parent()
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._has_failed = False
         self.spec = DemoSpec.model_validate_json(sys.stdin.readline())
         threading.Thread(target=self._listen, name="demo-parent", daemon=True).start()
 
     def report(self, event: str, **fields: object) -> None:
         self._parent.say({"event": event, **fields})
+
+    def report_error(self, error: Exception) -> None:
+        """The first one; what comes after it follows from it."""
+        if self._has_failed:
+            return
+        self._has_failed = True
+        kind, text = type(error).__name__, str(error)
+        known = isinstance(error, PdlinkError)
+        self.report("error", kind=kind if known else "", text=text if known else f"{kind}: {text}")
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Report what goes wrong within before anything around this is closed: others fail by that, and would say so
+        sooner."""
+        try:
+            yield
+        except Exception as error:
+            self.report_error(error)
+            raise
 
     def wait_for(self, command: str) -> None:
         """Block until the parent sends `command`. Raises `DeadlineExceeded`."""
@@ -62,9 +83,9 @@ def run_child(body: Callable[[ParentPipe], None]) -> None:
     try:
         body(pipe)
     except PdlinkError as error:
-        pipe.report("error", kind=type(error).__name__, text=str(error))
+        pipe.report_error(error)
         leave(2)
     except Exception as error:  # the parent must learn why its process ends
-        pipe.report("error", kind="", text=f"{type(error).__name__}: {error}")
+        pipe.report_error(error)
         raise
     leave(0)

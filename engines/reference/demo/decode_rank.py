@@ -67,7 +67,7 @@ def main(pipe: ParentPipe, tp: int) -> None:
     layout = spec.decode_layout(tp)
     requests = Requests(spec, model, tp)
     pool = LayerShardedPool(layout, {one.name: one.layers for one in layout.components}, spec.pool_pages)
-    with open_node(spec, "decode") as node:
+    with open_node(spec, "decode") as node, pipe.telling():
         if isinstance(node, Node):
             _tamper(node, spec)
         place = DecodePlace(DecodeSizes(tp=spec.decode_tp), DecodeRank(tp=tp))

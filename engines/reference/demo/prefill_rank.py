@@ -89,7 +89,7 @@ def main(pipe: ParentPipe, number: int) -> None:
     model = load_model(spec.model)
     group = CpGroup(stages[place.pp])
     pipeline = Pipeline(group, RankGroup(dist.group.WORLD), place.pp, spec.pp)
-    with open_node(spec, "prefill") as node:
+    with open_node(spec, "prefill") as node, pipe.telling():
         _serve(pipe, spec, place, model, pipeline, node)
     if place.pp == 0:  # the first stage alone has the ranks to compute the whole model
         _run_unsplit(pipe, spec, model, group)
