@@ -9,12 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdlink.backends.ranges import check_destinations, check_sources, extent, first_outside, pages_inside
+from pdlink.backends.ranges import (
+    MAX_KNOWN,
+    check_destinations,
+    check_sources,
+    extent,
+    first_outside,
+    pages_inside,
+)
 from pdlink.errors import RegionError
 from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable
 from pdlink.transfer.kept import Kept
-
-MAX_KNOWN = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)

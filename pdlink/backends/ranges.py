@@ -14,6 +14,7 @@ from pdlink.transfer.descriptors import GroupMove, Int64Array, LayerTable
 from pdlink.transfer.kept import Kept
 
 MAX_KNOWN = 64
+"""Layer tables of a link of which it is remembered what was found: its requests share a few."""
 
 
 class RangeCheck:

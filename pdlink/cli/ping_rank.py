@@ -140,6 +140,7 @@ class Pinger:
             while (status := backend.poll(handle)) is PullStatus.PENDING:
                 if time.perf_counter() - began > self._timeout_s:
                     raise DeadlineExceeded(f"no page came for {self._timeout_s:g} s")
+                time.sleep(handle.nap_s)
             if status is PullStatus.FAILED:
                 raise BackendError(str(handle.error or "the transport does not say why"))
         except BaseException:

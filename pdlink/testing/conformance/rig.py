@@ -131,7 +131,7 @@ def wait(backend: Backend, handle: PullHandle, timeout_s: float = PULL_TIMEOUT_S
     give_up = time.monotonic() + timeout_s
     while (status := backend.poll(handle)) is PullStatus.PENDING and time.monotonic() < give_up:
         if not backend.capabilities.works_in_poll:
-            time.sleep(POLL_SLEEP_S)
+            time.sleep(max(POLL_SLEEP_S, handle.nap_s))
     return status
 
 
